@@ -1,0 +1,5 @@
+from paged_jax.attention.api import Choice, paged_attention, paged_attention_implementation
+from paged_jax.attention.merge import merge_attention
+from paged_jax.attention.schedule import Tiling
+
+__all__ = ["Choice", "Tiling", "merge_attention", "paged_attention", "paged_attention_implementation"]

@@ -1,0 +1,239 @@
+"""`paged_attention`: check the arguments, choose an implementation, call it."""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from paged_jax.attention.reference import reference_attention
+from paged_jax.attention.schedule import Tiling
+from paged_jax.attention.xla import xla_attention
+
+Implementation = Literal["reference", "xla"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "xla")
+
+
+class Choice(NamedTuple):
+    """An implementation and why it was taken."""
+
+    name: Implementation
+    reason: str
+
+
+def paged_attention_implementation(implementation: Implementation | None = None) -> Choice:
+    """Which implementation `paged_attention` runs here, and why.
+
+    Raises:
+        ValueError: if there is no implementation of that name.
+    """
+    if implementation is None:
+        backend = jax.default_backend()
+        return Choice("xla", f"portable; there is no kernel written for the backend {backend!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"paged_attention: {implementation=} is not known; use None to choose, or one of {list(IMPLEMENTATIONS)}"
+        )
+    return Choice(implementation, "asked for by name")
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    block_tables: Int[ArrayLike, "rows max_pages_per_row"],
+    lengths: Int[ArrayLike, " rows"],
+    query_starts: Int[ArrayLike, " rows+1"] | None = None,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "num_pages kv_heads page_size"] | None = None,
+    v_scales: Float[Array, "num_pages kv_heads page_size"] | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    tiling: Tiling | None = None,
+) -> Float[Array, "tokens q_heads head_dim"] | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    """Causal attention of new tokens over keys and values that lie in pages (Kwon et al. 2023, arXiv:2309.06180).
+
+    The new tokens' own keys and values are in the pages already: write them first.
+
+    Args:
+        q: the queries of all rows' new tokens, packed one row after the other. They are the last
+            tokens of their rows.
+        k_pages, v_pages: the pools of one layer. Slots without a live token may hold anything.
+        block_tables: page ids, in the order of the tokens. Entries that no query can see, behind the
+            length or before the window, may hold anything.
+        lengths: tokens of each row, the new ones included. A row longer than its table can hold gives
+            NaN under jit.
+        query_starts: row r owns the tokens query_starts[r]:query_starts[r + 1]; the tokens from
+            query_starts[-1] on are padding. None: one token per row, the plain decode step.
+        scale: of the scores q . k; 1 / sqrt(head_dim) by default.
+        sliding_window: how many positions a token sees, itself included. None: all.
+        logits_soft_cap: scores become cap * tanh(scores / cap), before masking. None: no cap.
+        sinks: per head a logit that takes part in the softmax and has no value.
+        k_scales, v_scales: factors of quantised pages, per slot and kv head.
+        return_lse: also return the natural log-sum-exp of each token's scores, sinks included.
+        implementation: "xla", "reference", or None for the best one that works here (see
+            `paged_attention_implementation`).
+        tiling: sizes of the pieces of work, for the implementation "xla". None: chosen from the shapes.
+
+    Returns:
+        The output in the dtype of `q`, and with `return_lse` the log-sum-exp in float32 or wider. A
+        token with nothing to attend, such as padding or the token of an empty row, gives 0 and -inf.
+
+    Query head h reads kv head h // (q_heads // kv_heads). Where q and the pages differ in dtype, the
+    wider is used; float32 is never computed in less.
+
+    Raises:
+        ValueError: for arguments that do not fit together; outside jit also for lengths that are
+            negative or longer than the table.
+    """
+    arrays = (q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales)
+    arrays = tuple(None if array is None else jnp.asarray(array) for array in arrays)
+    _check_arrays(*arrays)
+    q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales = arrays
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+        raise ValueError(
+            f"paged_attention: sliding_window counts positions, the token itself included: it must be an integer "
+            f"of at least 1, or None to see everything; got {sliding_window=}"
+        )
+    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+        raise ValueError(
+            f"paged_attention: logits_soft_cap must be positive and finite, or None for none; got {logits_soft_cap=}"
+        )
+    choice = paged_attention_implementation(implementation)
+    if tiling is not None and choice.name != "xla":
+        raise ValueError(f'paged_attention: tiling belongs to implementation="xla", got {implementation=}')
+
+    block_tables, lengths = block_tables.astype(jnp.int32), _saturate(lengths)
+    query_starts = None if query_starts is None else query_starts.astype(jnp.int32)
+    capacity = block_tables.shape[1] * k_pages.shape[2]
+    too_long = lengths > capacity
+    _check_lengths(q.shape[0], lengths, query_starts, capacity)
+    lengths = jnp.where(too_long, 0, jnp.maximum(lengths, 0))
+    options = {"tiling": tiling} if choice.name == "xla" else {}
+    run = xla_attention if choice.name == "xla" else reference_attention
+    output, lse = run(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        lengths,
+        query_starts,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        **options,
+    )
+    # Part of such a row's keys is nowhere: nothing that looks like a result may come out.
+    lost = _of_rows(too_long, q.shape[0], query_starts)
+    output = jnp.where(lost[:, None, None], jnp.nan, output).astype(q.dtype)
+    return (output, jnp.where(lost[:, None], jnp.nan, lse)) if return_lse else output
+
+
+def _of_rows(flags: Array, num_tokens: int, query_starts: Array | None) -> Array:
+    """The flag of each token's row; False for padding."""
+    if query_starts is None:
+        return flags
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    return flags.at[jnp.searchsorted(query_starts[1:], token, side="right")].get(mode="fill", fill_value=False)
+
+
+def _saturate(lengths: Array) -> Array:
+    """To int32 without wrapping a long length around to a short one."""
+    limit = min(jnp.iinfo(lengths.dtype).max, jnp.iinfo(jnp.int32).max)
+    return jnp.minimum(lengths, jnp.asarray(limit, lengths.dtype)).astype(jnp.int32)
+
+
+def _check_lengths(num_tokens: int, lengths: Array, query_starts: Array | None, capacity: int) -> None:
+    """Values can be checked where they are known; a traced call clips them instead."""
+    if isinstance(lengths, jax.core.Tracer) or isinstance(query_starts, jax.core.Tracer):
+        return
+    if jnp.any(lengths < 0) or jnp.any(lengths > capacity):
+        raise ValueError(
+            f"paged_attention: lengths must lie in [0, max_pages_per_row * page_size = {capacity}], "
+            f"got {lengths.tolist()}; give the rows wider block tables"
+        )
+    if query_starts is None:
+        return
+    counts = jnp.diff(query_starts)
+    fit = query_starts[0] == 0 and query_starts[-1] <= num_tokens
+    if not fit or jnp.any(counts < 0) or jnp.any(counts > lengths):
+        raise ValueError(
+            f"paged_attention: query_starts must rise from 0 to at most the {num_tokens} tokens of q, and a row cannot "
+            f"have more new tokens than its length, got query_starts={query_starts.tolist()}, lengths={lengths.tolist()}"
+        )
+
+
+def _check_arrays(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    lengths: Array,
+    query_starts: Array | None,
+    sinks: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
+) -> None:
+    def expect(holds: bool, what: str, got: str) -> None:
+        if not holds:
+            raise ValueError(f"paged_attention: {what}, got {got}")
+
+    expect(q.ndim == 3 and q.size > 0, "q must have shape [tokens, q_heads, head_dim], none of them 0", f"{q.shape=}")
+    pages = "[num_pages, kv_heads, page_size, head_dim]"
+    expect(k_pages.ndim == 4, f"k_pages must have shape {pages}", f"{k_pages.shape=}")
+    expect(v_pages.shape == k_pages.shape, "v_pages must have the shape of k_pages", f"{v_pages.shape=}, {k_pages.shape=}")
+    expect(k_pages.size > 0, "k_pages must not be empty", f"{k_pages.shape=}")
+    expect(v_pages.dtype == k_pages.dtype, "v_pages must have the dtype of k_pages", f"{v_pages.dtype=}, {k_pages.dtype=}")
+    expect(jnp.issubdtype(q.dtype, jnp.floating), "q must be floating", f"{q.dtype=}")
+    expect(
+        (jnp.issubdtype(k_pages.dtype, jnp.floating) and k_pages.dtype.itemsize > 1) or k_scales is not None,
+        "k_pages of integers, or of 8 bits, need k_scales and v_scales",
+        f"{k_pages.dtype=}",
+    )
+    expect(q.shape[2] == k_pages.shape[3], "q and k_pages must have one head_dim", f"{q.shape=}, {k_pages.shape=}")
+    expect(
+        q.shape[1] % k_pages.shape[1] == 0,
+        "q_heads must be a multiple of kv_heads",
+        f"q_heads={q.shape[1]}, kv_heads={k_pages.shape[1]}",
+    )
+    rows = block_tables.shape[0] if block_tables.ndim == 2 else None
+    expect(
+        rows is not None and block_tables.size > 0 and jnp.issubdtype(block_tables.dtype, jnp.integer),
+        "block_tables must be an integer array of shape [rows, max_pages_per_row], none of them 0",
+        f"{block_tables.shape=}, {block_tables.dtype=}",
+    )
+    expect(
+        lengths.shape == (rows,) and jnp.issubdtype(lengths.dtype, jnp.integer),
+        f"lengths must be an integer array of shape [rows={rows}]",
+        f"{lengths.shape=}, {lengths.dtype=}",
+    )
+    if query_starts is None:
+        expect(
+            q.shape[0] == rows,
+            f"q must have one token for each of the {rows} rows where query_starts is None",
+            f"{q.shape=}; pass query_starts for any other number of tokens",
+        )
+    else:
+        expect(
+            query_starts.shape == (rows + 1,) and jnp.issubdtype(query_starts.dtype, jnp.integer),
+            f"query_starts must be an integer array of shape [rows + 1 = {rows + 1}]",
+            f"{query_starts.shape=}, {query_starts.dtype=}",
+        )
+    if sinks is not None:
+        expect(sinks.shape == (q.shape[1],), f"sinks must have shape [q_heads={q.shape[1]}]", f"{sinks.shape=}")
+    expect((k_scales is None) == (v_scales is None), "k_scales and v_scales go together", "one of them")
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is not None:
+            expect(
+                scales.shape == k_pages.shape[:3] and jnp.issubdtype(scales.dtype, jnp.floating),
+                f"{name} must be floating, of shape [num_pages, kv_heads, page_size] = {list(k_pages.shape[:3])}",
+                f"{scales.dtype} {list(scales.shape)}",
+            )

@@ -1,0 +1,98 @@
+"""One step's tokens of all rows, laid out once and used by every layer."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int, Int32
+
+from paged_jax.page_table import PageTable, as_int32, locate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RaggedBatch:
+    """T tokens of R rows: which row and position each has, and where its keys and values go.
+
+    The tokens are the last ones of their rows: `page_table.extend` has already made room for them.
+    Padding tokens have row R, position -1 and page id NO_PAGE; nothing of them is stored.
+    """
+
+    block_tables: Int32[Array, "rows max_pages_per_row"]  # [R, M]
+    lengths: Int32[Array, " rows"]  # [R] with this step's tokens; 0 for a row that has none in this step
+    query_starts: Int32[Array, " rows+1"] | None  # row r owns tokens query_starts[r]:query_starts[r + 1]
+    rows: Int32[Array, " tokens"]  # [T]
+    positions: Int32[Array, " tokens"]  # [T]
+    page_ids: Int32[Array, " tokens"]  # [T]
+    slots: Int32[Array, " tokens"]  # [T]
+
+    @classmethod
+    def packed(cls, table: PageTable, num_tokens: Int[ArrayLike, " rows"], size: int) -> "RaggedBatch":
+        """The last `num_tokens[r]` tokens of every row, one row after the other, padded to `size` tokens.
+
+        For prefill, chunks of it, and mixtures with decoding rows.
+
+        Raises:
+            ValueError: outside jit, if the numbers are negative, exceed a row's length or sum to more
+                than `size`. Under jit, numbers are cut to the lengths, and rows that do not fit get none.
+        """
+        num_tokens = as_int32("RaggedBatch.packed", "num_tokens", num_tokens, table.lengths.shape)
+        counts = jnp.clip(num_tokens, 0, table.lengths)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        if not isinstance(ends, jax.core.Tracer) and (ends[-1] > size or jnp.any(counts != num_tokens)):
+            raise ValueError(
+                f"RaggedBatch.packed: needs 0 <= num_tokens <= lengths and a sum of at most {size=}, got "
+                f"num_tokens={num_tokens.tolist()}, lengths={table.lengths.tolist()}"
+            )
+        counts = jnp.where(ends <= size, counts, 0)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+
+        token = jnp.arange(size, dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        live = token < ends[-1]
+        row = jnp.minimum(rows, table.max_rows - 1)
+        positions = jnp.where(live, table.lengths[row] - (ends[row] - token), -1)
+        page_ids, slots = locate(table, rows, positions)
+        return cls(
+            block_tables=table.block_tables,
+            lengths=jnp.where(counts > 0, table.lengths, 0),
+            query_starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+            rows=rows,
+            positions=positions,
+            page_ids=page_ids,
+            slots=slots,
+        )
+
+    @classmethod
+    def decode(cls, table: PageTable, active: Bool[ArrayLike, " rows"]) -> "RaggedBatch":
+        """The last token of every active row; token r belongs to row r, and is padding where not active.
+
+        Raises:
+            ValueError: if `active` is not a bool array of shape [R].
+        """
+        active = jnp.asarray(active)
+        if active.dtype != bool or active.shape != table.lengths.shape:
+            raise ValueError(
+                f"RaggedBatch.decode: active must be a bool array of shape {list(table.lengths.shape)}, "
+                f"got {active.dtype} {list(active.shape)}"
+            )
+        active &= table.lengths > 0
+        rows = jnp.where(active, jnp.arange(table.max_rows, dtype=jnp.int32), table.max_rows)
+        positions = jnp.where(active, table.lengths - 1, -1)
+        page_ids, slots = locate(table, rows, positions)
+        return cls(
+            block_tables=table.block_tables,
+            lengths=jnp.where(active, table.lengths, 0),
+            query_starts=None,
+            rows=rows,
+            positions=positions,
+            page_ids=page_ids,
+            slots=slots,
+        )
+
+    @property
+    def last_tokens(self) -> Int32[Array, " rows"]:
+        """Where each row's last token stands among the T; any valid index for a row without one."""
+        if self.query_starts is None:
+            return jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
+        return jnp.maximum(self.query_starts[1:] - 1, 0)
