@@ -1,0 +1,320 @@
+"""The program `paged-jax`. What a command needs is imported when it runs, so that help is there at once."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from typer.core import TyperGroup
+
+from paged_jax.capacity import Plan, TokenShape, format_size, itemsize, parse_size
+
+Parsed = TypeVar("Parsed")
+
+# Typer brings its own copy of click's exceptions or imports click, depending on its version.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _OneLineErrors(TyperGroup):
+    """Whatever a user can cause becomes one line on stderr: exit code 2 for a wrong command line, else 1."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except _UsageError as error:
+            hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+            _fail(error.format_message() + hint, code=2)
+        except (typer.Abort, KeyboardInterrupt):
+            sys.exit(130)
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        except (ValueError, OverflowError, RuntimeError, ImportError, MemoryError) as error:
+            _fail(str(error) or type(error).__name__)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+app = typer.Typer(name="paged-jax", cls=_OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PageSize = Annotated[int, typer.Option(metavar="N", min=1, help="Token slots in a page.")]
+
+
+def main() -> None:
+    """The entry point of `paged-jax` and `python -m paged_jax`."""
+    app(prog_name="paged-jax")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Paged attention for JAX: keys and values in pages that rows take as they grow."""
+    if version:
+        print(_version("paged_jax") or "not installed")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Once for each text to continue.")],
+    model: Annotated[
+        str, typer.Option(metavar="NAME|PATH", help="smollm2-135m, a Hugging Face folder, or a .gguf file.")
+    ] = "smollm2-135m",
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt to the model as a question.")] = False,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="New tokens for each, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="X", min=0, help="0: always the likeliest.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Draw from the N likeliest. 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="X", help="Or from this share of probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(metavar="X", help="Or from this fraction of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: repeats less.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the draws.")] = 0,
+    page_size: PageSize = 16,
+    pages: Annotated[int | None, typer.Option(metavar="N", min=1, help="In the pool. Default: enough.")] = None,
+    pool: Annotated[str | None, typer.Option(metavar="SIZE", help="Or the memory for it, as 64MiB.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Continue texts with a model, all at once, from a paged cache."""
+    if pages is not None and pool is not None:
+        raise _UsageError("give --pages or --pool, not both")
+    pool_size = None if pool is None else _parse("--pool", parse_size, pool)
+    _devices()
+    _cache_compilations()
+
+    from paged_jax.cli.stream import stream_text, usage_text
+    from paged_jax.cli.text import TextGeneration
+    from paged_jax.models import load
+    from paged_jax.sampling import Sampling
+
+    sampling = Sampling.create(
+        len(prompt),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    generation = TextGeneration(
+        load(model, progress=sys.stderr.isatty() and not as_json),
+        prompt,
+        chat=chat,
+        max_new_tokens=max_tokens,
+        sampling=sampling,
+        page_size=page_size,
+        num_pages=pages,
+        pool_bytes=pool_size,
+    )
+    if as_json:
+        generation.compile()
+        for _ in generation:
+            pass
+        completions = [vars(completion) for completion in generation.completions()]
+        _print_json({"completions": completions, "summary": generation.usage().as_dict()})
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    stream_text(generation, console)
+    console.print(usage_text(generation.usage()))
+
+
+@app.command()
+def plan(
+    bytes_per_token: Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 128KiB.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Or a model's config.json (Hugging Face).")] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Or the model's layers,")] = None,
+    kv_heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="key/value heads")] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", min=1, help="and size of a head.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the pages. Default: the config's, else bfloat16.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The most tokens of a request.")
+    ] = None,
+    mean_length: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a request on average.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(metavar="N,N,...", help="Or the tokens of each.")] = None,
+    pool: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for keys and values, as 32GiB.")
+    ] = None,
+    page_size: PageSize = 16,
+    as_json: Json = False,
+) -> None:
+    """Memory of requests in pages, against a cache reserved at full length."""
+    from paged_jax.cli.plan import as_dict, as_text
+
+    model = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
+    given = [name for name, number in model.items() if number is not None]
+    if (bytes_per_token is not None) + (config is not None) + bool(given) != 1 or len(given) in (1, 2):
+        raise _UsageError(
+            "give --bytes-per-token, or --config, or all of --layers, --kv-heads and --head-dim"
+        )
+    if (mean_length is None) == (lengths is None):
+        raise _UsageError("give either --mean-length or --lengths")
+    if dtype is not None and bytes_per_token is not None:
+        raise _UsageError("--dtype has no meaning beside --bytes-per-token")
+
+    shape = None
+    if config is not None:
+        shape, longest = _read_config(config, dtype)
+        max_length = max_length or longest
+    elif layers and kv_heads and head_dim:
+        shape = TokenShape(layers, kv_heads, head_dim, _parse("--dtype", itemsize, dtype or "bfloat16"))
+    token_bytes = shape.num_bytes if shape else _parse("--bytes-per-token", parse_size, bytes_per_token or "")
+    if max_length is None:
+        raise _UsageError("give --max-length")
+    all_lengths = (mean_length,) if mean_length else _parse("--lengths", _numbers, lengths or "")
+    pool_bytes = None if pool is None else _parse("--pool", parse_size, pool)
+    planned = Plan(token_bytes, page_size, max_length, all_lengths)
+    if as_json:
+        _print_json(as_dict(planned, pool_bytes))
+    else:
+        _print_rich(as_text(planned, pool_bytes, shape))
+
+
+@app.command()
+def trace(
+    page_size: PageSize = 4,
+    tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that the row starts with.")] = 9,
+    steps: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that follow, one by one.")] = 4,
+    free_pages: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Pages that the pool hands out first.")
+    ] = "7,2,14,9",
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the pool: png, pdf, svg.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A row's block table, growing token by token."""
+    from paged_jax.cli.trace import as_text, trace
+
+    traced = trace(page_size, tokens, steps, _parse("--free-pages", _numbers, free_pages))
+    if plot is not None:
+        from paged_jax.cli.plot import plot as draw
+
+        draw(traced.end, plot)
+    if as_json:
+        _print_json(traced.as_dict())
+        return
+    _print_rich(as_text(traced))
+    if plot is not None:
+        print(f"\nThe pool after the last token: {plot}")
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """Versions, devices, and the attention implementation that runs here."""
+    devices = _devices()
+
+    import jax
+
+    from paged_jax.attention import paged_attention_implementation
+    from paged_jax.kv_pages import default_dtype
+
+    choice = paged_attention_implementation()
+    found: dict[str, Any] = {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("jax", "jaxlib", "flax", "paged_jax")},
+        },
+        "backend": jax.default_backend(),
+        "devices": [
+            {
+                "name": str(device),
+                "kind": device.device_kind,
+                "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+            }
+            for device in devices
+        ],
+        "page_dtype": jax.numpy.dtype(default_dtype()).name,
+        "attention": choice._asdict(),
+    }
+    if as_json:
+        _print_json(found)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, version in found["versions"].items():
+        table.add_row(name, version or "not installed")
+    table.add_row("backend", found["backend"])
+    for device in found["devices"]:
+        memory = format_size(device["memory_bytes"]) if device["memory_bytes"] else "memory not reported"
+        table.add_row("device", f"{device['name']}, {device['kind']}, {memory}")
+    table.add_row("pages", f"{found['page_dtype']} by default")
+    table.add_row("attention", f"{choice.name}: {choice.reason}")
+    _print_rich(table)
+
+
+def _cache_compilations() -> None:
+    """A compiled loop is kept for the next run, unless the user has set up jax's cache otherwise."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "paged_jax"))
+
+
+def _devices() -> list[Any]:
+    import jax
+
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where the only platform asked for is missing
+        reason = str(error) or "is its plugin installed?"
+        raise RuntimeError(
+            f"jax found no device of JAX_PLATFORMS={os.getenv('JAX_PLATFORMS')}: {reason}"
+        ) from error
+
+
+def _parse(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"expected whole numbers with commas between them, such as 200,600, got {text!r}"
+        ) from None
+
+
+def _read_config(path: Path, dtype: str | None) -> tuple[TokenShape, int | None]:
+    """The token shape of a config.json and the model's longest context."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("a JSON object was expected")
+        longest = (config.get("text_config") or config).get("max_position_embeddings")
+        return TokenShape.from_config(config, dtype), longest
+    except ValueError as error:
+        raise ValueError(f"{path} is not a model's config: {error}") from error
+
+
+def _print_rich(what: RenderableType) -> None:
+    Console(highlight=False, markup=False, emoji=False).print(what)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

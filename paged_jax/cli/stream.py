@@ -1,0 +1,84 @@
+"""Showing text on the terminal while it is being written, and what it took."""
+
+from contextlib import nullcontext
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paged_jax.capacity import format_size
+from paged_jax.cli.text import TextGeneration, Usage
+
+_ENDINGS = {
+    "out_of_pages": "[the pool had no page left for this row]",
+    None: "[interrupted]",
+}
+
+
+def stream_text(generation: TextGeneration, console: Console) -> None:
+    """Runs a generation to its end: one prompt's text flows, several grow one under the other.
+
+    Where the console is no terminal, all completions are printed at the end, in order. Interrupted, it
+    leaves what has been written on the screen.
+    """
+    live = console.is_terminal
+    with console.status("compiling the loop, once for each size of batch") if live else nullcontext():
+        generation.compile()
+    texts = [""] * len(generation.prompts)
+    if live and len(texts) == 1:
+        _flow(generation, console)
+        return
+    view = Live(console=console, transient=True, vertical_overflow="ellipsis") if live else nullcontext()
+    try:
+        with view:
+            for pieces in generation:
+                texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+                if live:
+                    view.update(_texts(generation.prompts, texts))
+    finally:
+        reasons = [completion.finish_reason for completion in generation.completions()]
+        endings = [_ENDINGS.get(reason, "") for reason in reasons]
+        console.print(_texts(generation.prompts, texts, endings))
+
+
+def usage_text(usage: Usage) -> Table:
+    """The summary under the text, a fact a line."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    reserved = usage.contiguous_slots
+    paged = usage.peak_pages * usage.page_size
+    rate = f"{usage.tokens_per_second:.1f} tokens/s"
+    compiling = f", and {usage.compile_seconds:.1f} s of compiling before" if usage.compile_seconds else ""
+    table.add_row("tokens", f"{usage.prompt_tokens} read, {usage.new_tokens} written")
+    table.add_row("time", f"{usage.seconds:.1f} s: {rate}{compiling}")
+    table.add_row(
+        "pages",
+        f"{usage.peak_pages} of {usage.num_pages} used at once, {usage.page_size} tokens each: "
+        f"{paged} slots, {format_size(paged * usage.bytes_per_token)}",
+    )
+    table.add_row("wasted", f"{usage.wasted_slots} slots in the rows' last pages, {usage.used_slots} used")
+    table.add_row(
+        "contiguous",
+        f"a cache for the longest row would reserve {reserved} slots, "
+        f"{format_size(reserved * usage.bytes_per_token)}",
+    )
+    return table
+
+
+def _flow(generation: TextGeneration, console: Console) -> None:
+    console.print(Text(generation.prompts[0], style="dim"), end="", soft_wrap=True)
+    try:
+        for (piece,) in generation:
+            console.print(Text(piece), end="", soft_wrap=True)
+    finally:
+        (completion,) = generation.completions()
+        console.print(Text(_ENDINGS.get(completion.finish_reason, ""), style="yellow"))
+
+
+def _texts(prompts: tuple[str, ...], texts: list[str], endings: list[str] | None = None) -> Group:
+    endings = endings or [""] * len(texts)
+    parts = [
+        Text.assemble((prompt, "dim"), text, (f" {ending}" if ending else "", "yellow"), "\n")
+        for prompt, text, ending in zip(prompts, texts, endings, strict=True)
+    ]
+    return Group(*parts)

@@ -1,0 +1,269 @@
+"""Text generation over a paged cache, the whole loop in one jit.
+
+Prompt tokens, page growth, sampling, ends of rows and the return of their pages all happen on the
+device. The state goes in and comes out, so the loop can also run a few steps a call:
+
+    state = start(model, prompts, max_new_tokens=64)
+    while not finished(state):
+        state = run(model, state, num_steps=8)  # takes the old state's memory
+        ...                                     # show what is new in state.tokens
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from paged_jax import page_table
+from paged_jax.kv_pages import KVPages
+from paged_jax.page_table import PageTable
+from paged_jax.ragged_batch import RaggedBatch
+from paged_jax.sampling import Sampling, penalize_repetition, sample
+
+FinishReason = Literal["stop", "length", "out_of_pages"]
+
+_RUNNING, _STOP, _LENGTH, _OUT_OF_PAGES = range(4)
+_FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "out_of_pages")
+_MAX_CHUNK = 256
+_NO_LIMIT = jnp.iinfo(jnp.int32).max
+
+
+class Decoder(Protocol):
+    """What a Flax NNX model has to offer. `paged_jax.models.Llama` does."""
+
+    def __call__(self, tokens: Array, pages: KVPages, batch: RaggedBatch) -> tuple[Array, KVPages]:
+        """Hidden states [T, width] of the T tokens of a batch, and the pages with their keys and values."""
+        ...
+
+    def logits(self, hidden: Array) -> Array:
+        """[n, width] -> [n, vocab]"""
+        ...
+
+    def create_pages(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> KVPages: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Generation:
+    """Rows in the middle of being written. All of it lives on the device."""
+
+    table: PageTable
+    pages: KVPages
+    tokens: Int32[Array, "rows max_tokens"]  # prompt and new tokens
+    num_tokens: Int32[Array, " rows"]  # how many of them are known; table.lengths says how many are in pages
+    prompt_lens: Int32[Array, " rows"]
+    max_tokens: Int32[Array, " rows"]  # where a row ends at the latest
+    status: Int32[Array, " rows"]
+    least_free: Int32[Array, ""]  # free pages when the most were in use
+    sampling: Sampling
+    stop_tokens: Int32[Array, " stops"]
+    chunk: int = dataclasses.field(metadata={"static": True})  # prompt tokens per step, of all rows together
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a prompt.
+
+    `finish_reason` is "stop" after a stop token (the last of `token_ids`), "length" at
+    `max_new_tokens`, "out_of_pages" where the pool had no page for the row's next token; what it
+    has written until then is kept.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None  # None: still running
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 64,
+    stop_token_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> list[Completion]:
+    """Continues every prompt; rows end by themselves, and their pages go back to the pool at once.
+
+    Args:
+        model: a Flax NNX module with the methods of `Decoder`.
+        prompts: token ids, each prompt at least one.
+        max_new_tokens: at least one, for all prompts or for each.
+        stop_token_ids: a row ends with the first of them that it writes.
+        sampling: settings of every row; greedy by default.
+        page_size: tokens a page.
+        num_pages: in the pool. By default enough for all rows at full length. With fewer, the last
+            row that finds no page ends ("out_of_pages"), and the others go on.
+        dtype: of the pages; see `KVPages.create`.
+
+    Returns:
+        One completion per prompt, in their order.
+
+    Raises:
+        ValueError: for an empty prompt or a pool that cannot hold one of the prompts.
+    """
+    state = start(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        sampling=sampling,
+        page_size=page_size,
+        num_pages=num_pages,
+        dtype=dtype,
+    )
+    return completions(run(model, state))
+
+
+def start(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 64,
+    stop_token_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Generation:
+    """The state before the first step; arguments as for `generate`.
+
+    Sizes that depend on the prompts are rounded up to powers of two, so that other prompts of about
+    the same size run without another compilation.
+    """
+    rows = len(prompts)
+    prompt_lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    if rows == 0 or np.any(prompt_lens == 0):
+        raise ValueError(f"generate: needs prompts of at least one token each, got lengths {prompt_lens.tolist()}")
+    new_tokens = np.asarray(max_new_tokens)
+    if new_tokens.shape not in ((), (rows,)) or np.any(new_tokens < 1):
+        raise ValueError(f"generate: max_new_tokens must be at least 1, one number or {rows}, got {max_new_tokens}")
+    max_tokens = (prompt_lens + new_tokens).astype(np.int32)
+    max_pages_per_row = _power_of_two(-(-int(max_tokens.max()) // page_size))
+    num_pages = rows * max_pages_per_row if num_pages is None else num_pages
+    if int(prompt_lens.max()) > num_pages * page_size:
+        raise ValueError(
+            f"generate: the longest prompt has {prompt_lens.max()} tokens, and the whole pool holds "
+            f"{num_pages} pages of {page_size}: {num_pages * page_size}; give it more pages"
+        )
+    tokens = np.zeros((rows, max_pages_per_row * page_size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return Generation(
+        table=PageTable.create(num_pages, page_size, rows, max_pages_per_row),
+        pages=model.create_pages(num_pages, page_size, dtype),
+        tokens=jnp.asarray(tokens),
+        num_tokens=jnp.asarray(prompt_lens),
+        prompt_lens=jnp.asarray(prompt_lens),
+        max_tokens=jnp.asarray(max_tokens),
+        status=jnp.full(rows, _RUNNING, jnp.int32),
+        least_free=jnp.asarray(num_pages, jnp.int32),
+        sampling=Sampling.create(rows) if sampling is None else sampling,
+        stop_tokens=jnp.asarray(stop_token_ids, jnp.int32),
+        chunk=min(_power_of_two(int(prompt_lens.sum())), _MAX_CHUNK),
+    )
+
+
+def run(model: Decoder, state: Generation, num_steps: int = _NO_LIMIT) -> Generation:
+    """Goes on until every row has ended, or for `num_steps` steps. The old state is donated: do not use it again."""
+    graph, parameters = nnx.split(model)
+    return _run(graph, parameters, state, np.int32(num_steps))
+
+
+def finished(state: Generation) -> bool:
+    return not bool(jnp.any(state.status == _RUNNING))
+
+
+def completions(state: Generation) -> list[Completion]:
+    """What every row has written so far. Reads the tokens from the device."""
+    tokens, num_tokens, prompt_lens, status = jax.device_get(
+        (state.tokens, state.num_tokens, state.prompt_lens, state.status)
+    )
+    return [
+        Completion(
+            prompt_ids=tuple(row[:prompt_len].tolist()),
+            token_ids=tuple(row[prompt_len:end].tolist()),
+            finish_reason=_FINISH_REASONS[code],
+        )
+        for row, end, prompt_len, code in zip(tokens, num_tokens, prompt_lens, status, strict=True)
+    ]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _run(graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: Generation, num_steps: Array) -> Generation:
+    model = nnx.merge(graph, parameters)
+
+    def in_prompt(state: Generation) -> Array:
+        """Rows that have more than one token to store: prompts go in chunks, together with rows that are past it."""
+        return (state.status == _RUNNING) & (state.num_tokens - state.table.lengths > 1)
+
+    def chunk_step(state: Generation) -> Generation:
+        wanted = jnp.where(state.status == _RUNNING, state.num_tokens - state.table.lengths, 0)
+        before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+        return step(state, jnp.clip(state.chunk - before, 0, wanted), RaggedBatch.packed)
+
+    def decode_step(state: Generation) -> Generation:
+        return step(state, (state.status == _RUNNING).astype(jnp.int32), decode_batch)
+
+    def decode_batch(table: PageTable, num_tokens: Array, _: int) -> RaggedBatch:
+        return RaggedBatch.decode(table, num_tokens > 0)
+
+    def step(state: Generation, num_tokens: Array, make_batch) -> Generation:
+        table, grant = page_table.extend(state.table, num_tokens)
+        num_tokens = jnp.where(grant.granted, num_tokens, 0)
+        batch = make_batch(table, num_tokens, state.chunk)
+        hidden, pages = model(
+            state.tokens[batch.rows, batch.positions], state.pages.copy(grant.copies), batch
+        )
+        logits = model.logits(hidden[batch.last_tokens])
+        least_free = jnp.minimum(state.least_free, table.num_free)
+        state = dataclasses.replace(state, table=table, pages=pages, least_free=least_free)
+        state = _append(state, logits, (num_tokens > 0) & (table.lengths == state.num_tokens))
+        return _end_rows(state, ~grant.granted)
+
+    def advance(step, wanted, carry: tuple[Array, Generation]) -> tuple[Array, Generation]:
+        return lax.while_loop(
+            lambda carry: (carry[0] < num_steps) & jnp.any(wanted(carry[1])),
+            lambda carry: (carry[0] + 1, step(carry[1])),
+            carry,
+        )
+
+    carry = advance(chunk_step, in_prompt, (jnp.zeros((), jnp.int32), state))
+    return advance(decode_step, lambda state: state.status == _RUNNING, carry)[1]
+
+
+def _append(state: Generation, logits: Float[Array, "rows vocab"], ready: Array) -> Generation:
+    """Samples the next token of every row whose known tokens are all in pages."""
+    held = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.num_tokens[:, None]
+    logits = penalize_repetition(logits, state.tokens, held, state.sampling.repetition_penalty)
+    new = sample(logits, state.sampling, state.num_tokens)
+    row = jnp.arange(state.tokens.shape[0], dtype=jnp.int32)
+    tokens = state.tokens.at[row, jnp.where(ready, state.num_tokens, state.tokens.shape[1])].set(new, mode="drop")
+    num_tokens = state.num_tokens + ready.astype(jnp.int32)
+    stopped = ready & jnp.any(new[:, None] == state.stop_tokens[None, :], axis=1)
+    status = jnp.where(ready & (num_tokens >= state.max_tokens), _LENGTH, state.status)
+    status = jnp.where(stopped, _STOP, status)
+    return dataclasses.replace(state, tokens=tokens, num_tokens=num_tokens, status=status)
+
+
+def _end_rows(state: Generation, refused: Array) -> Generation:
+    """Ends the last row that found no page, so that those before it can go on, and returns the pages of ended rows."""
+    row = jnp.arange(refused.shape[0], dtype=jnp.int32)
+    last_refused = jnp.max(jnp.where(refused, row, -1))
+    status = jnp.where(row == last_refused, _OUT_OF_PAGES, state.status)
+    return dataclasses.replace(state, status=status, table=page_table.release(state.table, status != _RUNNING))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

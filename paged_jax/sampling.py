@@ -1,0 +1,140 @@
+"""Choosing the next token from logits: pure functions, every row for itself.
+
+A row's token depends on its own logits, settings, seed and position, and on nothing of the other
+rows, so it is the same whoever shares the batch.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, UInt32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of every row, R of them. `create` fills in defaults and checks."""
+
+    temperature: Float[Array, " rows"]  # 0: greedy
+    top_k: Int32[Array, " rows"]  # 0: all
+    top_p: Float[Array, " rows"]  # 1: all
+    min_p: Float[Array, " rows"]  # 0: all
+    repetition_penalty: Float[Array, " rows"]  # 1: none
+    seed: UInt32[Array, " rows"]
+
+    @classmethod
+    def create(
+        cls,
+        rows: int,
+        *,
+        temperature: ArrayLike = 0.0,
+        top_k: ArrayLike = 0,
+        top_p: ArrayLike = 1.0,
+        min_p: ArrayLike = 0.0,
+        repetition_penalty: ArrayLike = 1.0,
+        seed: ArrayLike = 0,
+    ) -> "Sampling":
+        """Each setting is one number for all rows or an array of one per row; greedy by default.
+
+        Args:
+            temperature: logits are divided by it; 0 takes the largest.
+            top_k: only the k largest logits stay (and those equal to the k-th); 0 keeps all.
+            top_p: of the most probable tokens only the fewest whose probabilities sum to at least p
+                stay (Holtzman et al. 2019, arXiv:1904.09751), after `top_k`.
+            min_p: only tokens at least this fraction as probable as the most probable stay (Nguyen et
+                al. 2024, arXiv:2407.01082).
+            repetition_penalty: positive logits of tokens that a row already holds are divided by it,
+                negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858).
+            seed: rows of equal seed, settings and tokens continue equally; give rows different ones
+                to get different samples of one prompt.
+
+        Raises:
+            ValueError: for a setting outside its range or of a shape that is neither one nor [rows].
+        """
+        ranges = {
+            "temperature": (temperature, jnp.float32, lambda x: x >= 0, "at least 0"),
+            "top_k": (top_k, jnp.int32, lambda x: (x >= 0) & (x < 2**31), "a whole number in [0, 2**31) (0: all)"),
+            "top_p": (top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+            "min_p": (min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+            "repetition_penalty": (repetition_penalty, jnp.float32, lambda x: x > 0, "greater than 0"),
+            "seed": (seed, jnp.uint32, lambda x: (x >= 0) & (x < 2**32), "a whole number in [0, 2**32)"),
+        }
+        fields = {}
+        for name, (value, dtype, in_range, wanted) in ranges.items():
+            array = np.asarray(value)
+            is_number = jnp.issubdtype(array.dtype, jnp.integer) or (
+                jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(array.dtype, jnp.floating)
+            )
+            fits = is_number and array.shape in ((), (rows,))
+            if not fits or not np.all(in_range(array) & np.isfinite(array)):
+                raise ValueError(
+                    f"Sampling: {name} must be {wanted}, one number or one for each of {rows} rows, got {value!r}"
+                )
+            fields[name] = jnp.broadcast_to(jnp.asarray(array, dtype), (rows,))
+        return cls(**fields)
+
+
+def sample(
+    logits: Float[Array, "rows vocab"], sampling: Sampling, positions: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """The next token of every row.
+
+    Args:
+        positions: where the new token will stand in its row; with the row's seed it fixes the draw.
+    """
+    logits = logits.astype(jnp.float32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(logits: Array) -> Array:
+        # Below the largest, which is 0 then: no temperature is too small to divide by.
+        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled /= jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
+        keep_most = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
+        scaled = lax.cond(keep_most, lambda x: _keep_top(x, sampling.top_k, sampling.top_p), lambda x: x, scaled)
+        scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+
+        def noise(seed: Array, position: Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(seed), position)
+            return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
+
+        drawn = scaled + jax.vmap(noise)(sampling.seed, positions)
+        return jnp.where(sampling.temperature > 0, jnp.argmax(drawn, axis=-1).astype(jnp.int32), greedy)
+
+    return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda _: greedy, logits)
+
+
+def penalize_repetition(
+    logits: Float[Array, "rows vocab"],
+    tokens: Int32[Array, "rows max_tokens"],
+    held: Bool[Array, "rows max_tokens"],
+    penalty: Float[Array, " rows"],
+) -> Float[Array, "rows vocab"]:
+    """Makes the tokens that a row holds (`held`) less likely; see `Sampling.create`."""
+
+    def penalize(logits: Array) -> Array:
+        rows, vocab = logits.shape
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        seen = jnp.zeros((rows, vocab), bool).at[row, jnp.where(held, tokens, vocab)].set(True, mode="drop")
+        by = penalty[:, None].astype(logits.dtype)
+        return jnp.where(seen, jnp.where(logits > 0, logits / by, logits * by), logits)
+
+    return lax.cond(jnp.any(penalty != 1), penalize, lambda logits: logits, logits)
+
+
+def _keep_top(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """-inf for every logit outside a row's `top_k` largest, and then outside its `top_p` mass."""
+    vocab = logits.shape[1]
+    descending = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    top_k = jnp.where(top_k > 0, top_k, vocab)[:, None]
+    descending = jnp.where(rank < top_k, descending, -jnp.inf)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The cumulative sum may round to just below 1: top_p = 1 must still keep everything.
+    kept = jnp.where(top_p[:, None] < 1, (before < top_p[:, None]) & (rank < top_k), rank < top_k)
+    last = jnp.maximum(jnp.sum(kept, axis=-1, dtype=jnp.int32) - 1, 0)
+    threshold = jnp.take_along_axis(descending, last[:, None], axis=-1)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
