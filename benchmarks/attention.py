@@ -1,0 +1,111 @@
+"""Time of one decode step's attention: pages against contiguous caches, full and mixed lengths.
+
+    python benchmarks/attention.py
+
+16 rows of up to 2048 tokens, 32 query heads on 8 kv heads of 128, pages of 16, float32. "full": every
+row holds 2048 tokens. "mixed": the rows hold 18 % of that, in pages, and in a contiguous cache of the
+full width. The contiguous caches are read in two layouts: token-major, as Flax keeps them, and
+head-major, the best layout we know for a CPU.
+
+The floor is the time of copying the bytes of the live keys and values, measured in the same run.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import arguments, report, time_in_turns
+
+from paged_jax import paged_attention
+
+ROWS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LENGTH = 16, 32, 8, 128, 16, 2048
+MAX_PAGES = MAX_LENGTH // PAGE_SIZE
+MIXED_SHARE = 0.18
+
+
+def contiguous_token_major(q, k, v, lengths):  # [R, heads, D], [R, max_length, kv_heads, D], ..., [R]
+    out = jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=lengths)
+    return out[:, 0]
+
+
+def contiguous_head_major(q, k, v, lengths):  # [R, heads, D], [R, kv_heads, max_length, D], ..., [R]
+    q = q.reshape(ROWS, KV_HEADS, -1, HEAD_DIM)
+    scores = jnp.einsum("rhgd,rhkd->rhgk", q, k) / math.sqrt(HEAD_DIM)
+    live = jnp.arange(MAX_LENGTH) < lengths[:, None]
+    weights = jax.nn.softmax(jnp.where(live[:, None, None, :], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("rhgk,rhkd->rhgd", weights, v).reshape(ROWS, Q_HEADS, HEAD_DIM)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    rng = np.random.default_rng(0)
+    num_pages = ROWS * MAX_PAGES
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    q = draw(ROWS, Q_HEADS, HEAD_DIM)
+    k_pages, v_pages = (draw(num_pages, KV_HEADS, PAGE_SIZE, HEAD_DIM) for _ in range(2))
+    tables = jnp.asarray(rng.permutation(num_pages).reshape(ROWS, MAX_PAGES).astype(np.int32))
+    k_heads, v_heads = (
+        pages[tables].swapaxes(1, 2).reshape(ROWS, KV_HEADS, MAX_LENGTH, HEAD_DIM) for pages in (k_pages, v_pages)
+    )
+    k_tokens, v_tokens = k_heads.swapaxes(1, 2), v_heads.swapaxes(1, 2)
+    shares = rng.exponential(size=ROWS)
+    mixed = np.clip(shares / shares.sum() * MIXED_SHARE * ROWS * MAX_LENGTH, 1, MAX_LENGTH)
+    batches = {"full": np.full(ROWS, MAX_LENGTH), "mixed": mixed}
+    batches = {name: jnp.asarray(lengths.astype(np.int32)) for name, lengths in batches.items()}
+
+    implementations = {
+        "paged": (jax.jit(paged_attention), (q, k_pages, v_pages, tables)),
+        "contiguous, token-major": (jax.jit(contiguous_token_major), (q, k_tokens, v_tokens)),
+        "contiguous, head-major": (jax.jit(contiguous_head_major), (q, k_heads, v_heads)),
+    }
+    for lengths in batches.values():
+        outputs = [run(*inputs, lengths) for run, inputs in implementations.values()]
+        for output in outputs[1:]:
+            np.testing.assert_allclose(output, outputs[0], rtol=1e-4, atol=1e-5)
+
+    memory = implementations["paged"][0].lower(*implementations["paged"][1], batches["full"]).compile().memory_analysis()
+    pool_bytes = k_pages.nbytes + v_pages.nbytes
+    temporary_share = memory.temp_size_in_bytes / pool_bytes
+
+    source = draw(64, 1 << 20)  # 256 MiB
+    copy = jax.jit(lambda x: x + 1)
+    runs = {
+        (name, batch): lambda run=run, inputs=inputs, lengths=lengths: run(*inputs, lengths)
+        for name, (run, inputs) in implementations.items()
+        for batch, lengths in batches.items()
+    }
+    runs["copy", ""] = lambda: copy(source)
+    seconds = time_in_turns(runs, options.rounds)
+    bandwidth = 2 * source.nbytes / seconds["copy", ""]
+
+    rows = []
+    for batch, lengths in batches.items():
+        live_bytes = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 4 * 2
+        row = {"batch": batch, "live tokens": int(lengths.sum()), "floor, ms": live_bytes / bandwidth * 1e3}
+        row |= {f"{name}, ms": seconds[name, batch] * 1e3 for name in implementations}
+        row["paged / token-major"] = seconds["paged", batch] / seconds["contiguous, token-major", batch]
+        row["paged / head-major"] = seconds["paged", batch] / seconds["contiguous, head-major", batch]
+        rows.append(row)
+    report(
+        options,
+        {
+            "benchmark": "attention",
+            "copy_bandwidth": bandwidth,
+            "results": rows,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "temporary_share_of_pool": temporary_share,
+        },
+        rows,
+        [
+            "wanted of paged / token-major: at most 0.8 when full, 0.2 when mixed",
+            f"temporaries {temporary_share:.2%} of the pool (wanted: under 5 %)",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
