@@ -49,7 +49,8 @@ def main() -> None:
     k_pages, v_pages = (draw(num_pages, KV_HEADS, PAGE_SIZE, HEAD_DIM) for _ in range(2))
     tables = jnp.asarray(rng.permutation(num_pages).reshape(ROWS, MAX_PAGES).astype(np.int32))
     k_heads, v_heads = (
-        pages[tables].swapaxes(1, 2).reshape(ROWS, KV_HEADS, MAX_LENGTH, HEAD_DIM) for pages in (k_pages, v_pages)
+        pages[tables].swapaxes(1, 2).reshape(ROWS, KV_HEADS, MAX_LENGTH, HEAD_DIM)
+        for pages in (k_pages, v_pages)
     )
     k_tokens, v_tokens = k_heads.swapaxes(1, 2), v_heads.swapaxes(1, 2)
     shares = rng.exponential(size=ROWS)
@@ -67,7 +68,12 @@ def main() -> None:
         for output in outputs[1:]:
             np.testing.assert_allclose(output, outputs[0], rtol=1e-4, atol=1e-5)
 
-    memory = implementations["paged"][0].lower(*implementations["paged"][1], batches["full"]).compile().memory_analysis()
+    memory = (
+        implementations["paged"][0]
+        .lower(*implementations["paged"][1], batches["full"])
+        .compile()
+        .memory_analysis()
+    )
     pool_bytes = k_pages.nbytes + v_pages.nbytes
     temporary_share = memory.temp_size_in_bytes / pool_bytes
 

@@ -88,7 +88,12 @@ def main() -> None:
         )
     report(
         options,
-        {"benchmark": "generate", "model": "SmolLM2-135M float32", "copy_bandwidth": bandwidth, "results": rows},
+        {
+            "benchmark": "generate",
+            "model": "SmolLM2-135M float32",
+            "copy_bandwidth": bandwidth,
+            "results": rows,
+        },
         rows,
         ["the floor reads the weights once at the measured copy bandwidth; the ratio should be 1"],
     )

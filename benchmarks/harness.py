@@ -49,7 +49,11 @@ def time_in_turns(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[An
 def environment() -> dict[str, Any]:
     """The hardware, the versions and the commit that a number belongs to."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     device = jax.devices()[0]
     return {
@@ -62,7 +66,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def report(options: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]], notes: list[str]) -> None:
+def report(
+    options: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]], notes: list[str]
+) -> None:
     """Prints `rows` as a table with the notes under it, or `result` as JSON."""
     result = {"environment": environment(), **result}
     text = json.dumps(result, indent=2)
@@ -86,4 +92,6 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor()
+    )

@@ -49,7 +49,7 @@ class Run:
 
     def check(self) -> None:
         self()
-        k, v, page_ids, slots = self.step
+        _, v, page_ids, slots = self.step
         expected = np.zeros((self.num_pages, KV_HEADS, PAGE_SIZE, HEAD_DIM), np.float32)
         for token, (page_id, slot) in enumerate(zip(page_ids, slots, strict=True)):
             expected[page_id, :, slot] = v[token]

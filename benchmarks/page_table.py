@@ -88,7 +88,11 @@ def main() -> None:
             micros = {pages: seconds[name, rows, pages] / STEPS * 1e6 for pages in PAGES}
             ratio = micros[PAGES[-1]] / micros[PAGES[0]]
             results.append({"step": name, "rows": rows, "microseconds": micros, "largest_to_smallest": ratio})
-            table.append({"step": name, "rows": rows} | {f"{p} pages, us": t for p, t in micros.items()} | {"ratio": ratio})
+            table.append(
+                {"step": name, "rows": rows}
+                | {f"{p} pages, us": t for p, t in micros.items()}
+                | {"ratio": ratio}
+            )
     worst = max(result["largest_to_smallest"] for result in results)
     report(
         options,

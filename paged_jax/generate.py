@@ -40,6 +40,9 @@ _NO_LIMIT = jnp.iinfo(jnp.int32).max
 class Decoder(Protocol):
     """What a Flax NNX model has to offer. `paged_jax.models.Llama` does."""
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def __call__(self, tokens: Array, pages: KVPages, batch: RaggedBatch) -> tuple[Array, KVPages]:
         """Hidden states [T, width] of the T tokens of a batch, and the pages with their keys and values."""
         ...
@@ -48,7 +51,9 @@ class Decoder(Protocol):
         """[n, width] -> [n, vocab]"""
         ...
 
-    def create_pages(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> KVPages: ...
+    def create_pages(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> KVPages:
+        """Empty pages for all layers."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -74,8 +79,8 @@ class Completion:
     """What became of a prompt.
 
     `finish_reason` is "stop" after a stop token (the last of `token_ids`), "length" at
-    `max_new_tokens`, "out_of_pages" where the pool had no page for the row's next token; what it
-    has written until then is kept.
+    `max_new_tokens`, "out_of_pages" where the pool could not hold the row beside those before it;
+    what it has written until then is kept.
     """
 
     prompt_ids: tuple[int, ...]
@@ -103,15 +108,17 @@ def generate(
         stop_token_ids: a row ends with the first of them that it writes.
         sampling: settings of every row; greedy by default.
         page_size: tokens a page.
-        num_pages: in the pool. By default enough for all rows at full length. With fewer, the last
-            row that finds no page ends ("out_of_pages"), and the others go on.
+        num_pages: in the pool. By default enough for all rows at full length. With fewer, whenever a
+            row finds no page, the last running row ends ("out_of_pages") and gives back its own, so
+            that those before it go on; the first row always finishes.
         dtype: of the pages; see `KVPages.create`.
 
     Returns:
         One completion per prompt, in their order.
 
     Raises:
-        ValueError: for an empty prompt or a pool that cannot hold one of the prompts.
+        ValueError: for a prompt that is empty or not of the model's tokens, for settings of another
+            number of rows, and for a pool that could not hold one of the rows even alone.
     """
     state = start(
         model,
@@ -142,24 +149,36 @@ def start(
     Sizes that depend on the prompts are rounded up to powers of two, so that other prompts of about
     the same size run without another compilation.
     """
-    rows = len(prompts)
-    prompt_lens = np.array([len(prompt) for prompt in prompts], np.int32)
-    if rows == 0 or np.any(prompt_lens == 0):
-        raise ValueError(f"generate: needs prompts of at least one token each, got lengths {prompt_lens.tolist()}")
-    new_tokens = np.asarray(max_new_tokens)
+    ids = _token_ids(prompts, model.vocab_size)
+    rows = len(ids)
+    new_tokens, stop_tokens = np.asarray(max_new_tokens), np.asarray(stop_token_ids)
     if new_tokens.shape not in ((), (rows,)) or np.any(new_tokens < 1):
-        raise ValueError(f"generate: max_new_tokens must be at least 1, one number or {rows}, got {max_new_tokens}")
-    max_tokens = (prompt_lens + new_tokens).astype(np.int32)
-    max_pages_per_row = _power_of_two(-(-int(max_tokens.max()) // page_size))
-    num_pages = rows * max_pages_per_row if num_pages is None else num_pages
-    if int(prompt_lens.max()) > num_pages * page_size:
         raise ValueError(
-            f"generate: the longest prompt has {prompt_lens.max()} tokens, and the whole pool holds "
-            f"{num_pages} pages of {page_size}: {num_pages * page_size}; give it more pages"
+            f"generate: max_new_tokens must be at least 1, one number or {rows}, got {max_new_tokens}"
+        )
+    if page_size < 1 or stop_tokens.ndim != 1:
+        raise ValueError(
+            "generate: needs a page_size of at least 1 and a sequence of stop tokens, "
+            f"got {page_size=}, {stop_token_ids=}"
+        )
+    if sampling is not None and sampling.temperature.shape != (rows,):
+        raise ValueError(
+            f"generate: sampling has shape {sampling.temperature.shape}, and there are {rows} prompts"
+        )
+    prompt_lens = np.array([prompt.size for prompt in ids], np.int32)
+    max_tokens = (prompt_lens + new_tokens).astype(np.int32)
+    longest = int(max_tokens.max())
+    max_pages_per_row = _power_of_two(-(-longest // page_size))
+    if num_pages is None:
+        num_pages = _power_of_two(int(np.sum(-(-max_tokens // page_size))))
+    if longest - 1 > num_pages * page_size:  # the last token of a row is never stored
+        raise ValueError(
+            f"generate: the longest row stores {longest - 1} tokens, prompt and all but the last new one; "
+            f"the pool holds {num_pages} pages of {page_size}: {num_pages * page_size}; give it more pages"
         )
     tokens = np.zeros((rows, max_pages_per_row * page_size), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
+    for row, prompt in enumerate(ids):
+        tokens[row, : prompt.size] = prompt
     return Generation(
         table=PageTable.create(num_pages, page_size, rows, max_pages_per_row),
         pages=model.create_pages(num_pages, page_size, dtype),
@@ -169,19 +188,38 @@ def start(
         max_tokens=jnp.asarray(max_tokens),
         status=jnp.full(rows, _RUNNING, jnp.int32),
         least_free=jnp.asarray(num_pages, jnp.int32),
-        sampling=Sampling.create(rows) if sampling is None else sampling,
-        stop_tokens=jnp.asarray(stop_token_ids, jnp.int32),
+        # A copy: the state is donated, and the caller may want theirs again.
+        sampling=Sampling.create(rows) if sampling is None else jax.tree.map(jnp.copy, sampling),
+        stop_tokens=jnp.asarray(stop_tokens, jnp.int32),
         chunk=min(_power_of_two(int(prompt_lens.sum())), _MAX_CHUNK),
     )
 
 
+def _token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:
+    ids = [np.asarray(prompt) for prompt in prompts]
+    if not ids:
+        raise ValueError("generate: needs at least one prompt, got 0 prompts")
+    for row, prompt in enumerate(ids):
+        are_ids = prompt.ndim == 1 and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer)
+        if not are_ids or np.any((prompt < 0) | (prompt >= vocab_size)):
+            raise ValueError(
+                f"generate: prompts[{row}] must be one or more token ids in [0, {vocab_size}), "
+                f"got {prompts[row]!r}"
+            )
+    return ids
+
+
 def run(model: Decoder, state: Generation, num_steps: int = _NO_LIMIT) -> Generation:
-    """Goes on until every row has ended, or for `num_steps` steps. The old state is donated: do not use it again."""
+    """Goes on until every row has ended, or for `num_steps` steps.
+
+    The old state is donated: do not use it again.
+    """
     graph, parameters = nnx.split(model)
     return _run(graph, parameters, state, np.int32(num_steps))
 
 
 def finished(state: Generation) -> bool:
+    """Whether every row has ended. Waits for the device."""
     return not bool(jnp.any(state.status == _RUNNING))
 
 
@@ -201,11 +239,13 @@ def completions(state: Generation) -> list[Completion]:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _run(graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: Generation, num_steps: Array) -> Generation:
+def _run(
+    graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: Generation, num_steps: Array
+) -> Generation:
     model = nnx.merge(graph, parameters)
 
     def in_prompt(state: Generation) -> Array:
-        """Rows that have more than one token to store: prompts go in chunks, together with rows that are past it."""
+        """Rows with more than one token to store: prompts go in chunks, beside rows that are past theirs."""
         return (state.status == _RUNNING) & (state.num_tokens - state.table.lengths > 1)
 
     def chunk_step(state: Generation) -> Generation:
@@ -249,7 +289,8 @@ def _append(state: Generation, logits: Float[Array, "rows vocab"], ready: Array)
     logits = penalize_repetition(logits, state.tokens, held, state.sampling.repetition_penalty)
     new = sample(logits, state.sampling, state.num_tokens)
     row = jnp.arange(state.tokens.shape[0], dtype=jnp.int32)
-    tokens = state.tokens.at[row, jnp.where(ready, state.num_tokens, state.tokens.shape[1])].set(new, mode="drop")
+    place = jnp.where(ready, state.num_tokens, state.tokens.shape[1])
+    tokens = state.tokens.at[row, place].set(new, mode="drop")
     num_tokens = state.num_tokens + ready.astype(jnp.int32)
     stopped = ready & jnp.any(new[:, None] == state.stop_tokens[None, :], axis=1)
     status = jnp.where(ready & (num_tokens >= state.max_tokens), _LENGTH, state.status)
@@ -258,11 +299,14 @@ def _append(state: Generation, logits: Float[Array, "rows vocab"], ready: Array)
 
 
 def _end_rows(state: Generation, refused: Array) -> Generation:
-    """Ends the last row that found no page, so that those before it can go on, and returns the pages of ended rows."""
+    """Returns the pages of ended rows. If a row found none and none come back, the last running row ends."""
     row = jnp.arange(refused.shape[0], dtype=jnp.int32)
-    last_refused = jnp.max(jnp.where(refused, row, -1))
-    status = jnp.where(row == last_refused, _OUT_OF_PAGES, state.status)
-    return dataclasses.replace(state, status=status, table=page_table.release(state.table, status != _RUNNING))
+    running = state.status == _RUNNING
+    stuck = jnp.any(refused) & ~jnp.any(~running & (state.table.lengths > 0))
+    last_running = jnp.max(jnp.where(running, row, -1))
+    status = jnp.where(stuck & (row == last_running), _OUT_OF_PAGES, state.status)
+    table = page_table.release(state.table, status != _RUNNING)
+    return dataclasses.replace(state, status=status, table=table)
 
 
 def _power_of_two(n: int) -> int:

@@ -120,6 +120,7 @@ class KVPages:
         Float[Array, "max_tokens_per_row kv_heads head_dim"],
     ]:
         """A row's keys and values in the order of its tokens; zero from `length` on and in dropped pages."""
+        length = as_int32("KVPages.gather", "length", length, ())
         slots = jnp.arange(self.page_size, dtype=jnp.int32)[None, :]
         first = jnp.arange(block_table.shape[0], dtype=jnp.int32)[:, None] * self.page_size
         live = (first + slots < length) & (block_table[:, None] != NO_PAGE)

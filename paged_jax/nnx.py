@@ -1,6 +1,6 @@
 """Paged attention as a Flax NNX module."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +16,8 @@ from paged_jax.rotary import RotaryEmbedding
 
 Self = TypeVar("Self", bound="PagedAttention")
 
+default_kernel_init = nnx.initializers.lecun_normal()
+
 
 class PagedAttention(nnx.Module):
     """Causal self-attention whose keys and values live in pages.
@@ -30,9 +32,9 @@ class PagedAttention(nnx.Module):
         pages = KVPages.create(num_layers=1, num_pages=32, num_kv_heads=2, page_size=16, head_dim=8)
         table = PageTable.create(num_pages=32, page_size=16, max_rows=4, max_pages_per_row=8)
 
-        prompt_lens = jnp.array([5, 3, 0, 9])
-        table, grant = page_table.extend(table, prompt_lens)
-        batch = RaggedBatch.packed(table, prompt_lens, size=17)
+        table, grant = page_table.extend(table, jnp.array([5, 3, 0, 9]))
+        new_tokens = jnp.where(grant.granted, jnp.array([5, 3, 0, 9]), 0)
+        batch = RaggedBatch.packed(table, new_tokens, size=17)
         y, pages = attention(x, pages, batch)  # x, y: [17, 64]
     """
 
@@ -56,7 +58,7 @@ class PagedAttention(nnx.Module):
         key_norm: nnx.Module | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        kernel_init: Initializer = default_kernel_init,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -146,8 +148,8 @@ class PagedAttention(nnx.Module):
             )
         if attention.attention_fn is not nnx.dot_product_attention:
             raise ValueError(
-                "PagedAttention.from_multi_head_attention: needs nnx.dot_product_attention as attention_fn, got "
-                f"{attention.attention_fn!r}"
+                "PagedAttention.from_multi_head_attention: needs nnx.dot_product_attention as attention_fn, "
+                f"got {attention.attention_fn!r}"
             )
         module = nnx.eval_shape(
             lambda: cls(
@@ -211,9 +213,13 @@ class PagedAttention(nnx.Module):
 def head_dim_of(num_heads: int, num_kv_heads: int, qkv_features: int) -> int:
     """Width of a head; refuses numbers that do not divide each other."""
     if num_heads < 1 or qkv_features % num_heads:
-        raise ValueError(f"PagedAttention: num_heads must divide qkv_features, got {num_heads=}, {qkv_features=}")
+        raise ValueError(
+            f"PagedAttention: num_heads must divide qkv_features, got {num_heads=}, {qkv_features=}"
+        )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"PagedAttention: num_kv_heads must divide num_heads, got {num_heads=}, {num_kv_heads=}")
+        raise ValueError(
+            f"PagedAttention: num_kv_heads must divide num_heads, got {num_heads=}, {num_kv_heads=}"
+        )
     return qkv_features // num_heads
 
 
@@ -221,7 +227,9 @@ def check_input(x: Array, batch: RaggedBatch, in_features: int) -> None:
     """Refuses an input that is not one vector per token of the batch."""
     tokens = batch.rows.shape[0]
     if x.shape != (tokens, in_features):
-        raise ValueError(f"PagedAttention: x must have shape [{tokens=}, {in_features=}], got {list(x.shape)}")
+        raise ValueError(
+            f"PagedAttention: x must have shape [{tokens=}, {in_features=}], got {list(x.shape)}"
+        )
 
 
 def write_and_attend(
@@ -242,10 +250,16 @@ def write_and_attend(
     """What every paged attention module does between its projections: rotate, store, attend."""
     if not 0 <= layer < pages.num_layers:
         raise ValueError(f"PagedAttention: {layer=} is not among the {pages.num_layers} layers of the pages")
+    pool = pages.k_pages[layer].shape
+    if (batch.num_pages, batch.page_size) != (pool[0], pool[2]):
+        raise ValueError(
+            f"PagedAttention: the page table has {batch.num_pages} pages of {batch.page_size} tokens, "
+            f"and the pool {pool[0]} of {pool[2]}; create both with the same sizes"
+        )
     if rotary is not None:
         q, k = rotary(q, batch.positions), rotary(k, batch.positions)
     pages = pages.write(layer, k, v, batch.page_ids, batch.slots)
-    out = paged_attention(
+    out: Any = paged_attention(
         q,
         pages.k_pages[layer],
         pages.v_pages[layer],

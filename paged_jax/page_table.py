@@ -46,7 +46,7 @@ class PageTable:
         """An empty table: every page free, to be handed out in the order 0, 1, 2, ...
 
         Raises:
-            ValueError: if a size is not a positive integer.
+            ValueError: if a size is not a positive integer, or a row has room for 2**31 tokens or more.
         """
         sizes = {
             "num_pages": num_pages,
@@ -57,6 +57,11 @@ class PageTable:
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"PageTable.create: {name} must be a positive integer, got {name}={size!r}")
+        if max_pages_per_row * page_size > jnp.iinfo(jnp.int32).max:
+            raise ValueError(
+                "PageTable.create: a row must have room for fewer than 2**31 tokens, "
+                f"got {max_pages_per_row=} of {page_size=}"
+            )
         return cls(
             block_tables=jnp.full((max_rows, max_pages_per_row), NO_PAGE, jnp.int32),
             lengths=jnp.zeros(max_rows, jnp.int32),
@@ -174,8 +179,9 @@ def release(table: PageTable, rows_mask: Bool[ArrayLike, " rows"]) -> PageTable:
 def fork(table: PageTable, parents: Int[ArrayLike, " rows"]) -> PageTable:
     """Makes row r a second holder of all pages of row `parents[r]`, its partly filled tail included.
 
-    Takes no page: the first of the sharers to append to the tail gets a copy (see `extend`).
-    Only empty rows become children; any other row, and a parent outside [0, R), is left alone.
+    Takes no page: all but the last of the sharers to append to the tail get a copy (see `extend`).
+    Only empty rows become children, of parents as they were before the call; any other row, and a
+    parent outside [0, R), is left alone.
 
     Args:
         parents: int [R], a row number, or NO_PAGE (-1) where nothing is to be forked.

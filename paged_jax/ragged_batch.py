@@ -1,5 +1,6 @@
 """One step's tokens of all rows, laid out once and used by every layer."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -25,16 +26,20 @@ class RaggedBatch:
     positions: Int32[Array, " tokens"]  # [T]
     page_ids: Int32[Array, " tokens"]  # [T]
     slots: Int32[Array, " tokens"]  # [T]
+    num_pages: int = dataclasses.field(metadata={"static": True})  # of the pool that the ids belong to
+    page_size: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def packed(cls, table: PageTable, num_tokens: Int[ArrayLike, " rows"], size: int) -> "RaggedBatch":
         """The last `num_tokens[r]` tokens of every row, one row after the other, padded to `size` tokens.
 
-        For prefill, chunks of it, and mixtures with decoding rows.
+        For prefill, chunks of it, and mixtures with decoding rows. A row that `extend` refused gets 0:
+        its last tokens are old ones.
 
         Raises:
             ValueError: outside jit, if the numbers are negative, exceed a row's length or sum to more
-                than `size`. Under jit, numbers are cut to the lengths, and rows that do not fit get none.
+                than `size`. Under jit, numbers are cut to the lengths, and the first row
+                that does not fit gets none, nor do those after it.
         """
         num_tokens = as_int32("RaggedBatch.packed", "num_tokens", num_tokens, table.lengths.shape)
         counts = jnp.clip(num_tokens, 0, table.lengths)
@@ -61,6 +66,8 @@ class RaggedBatch:
             positions=positions,
             page_ids=page_ids,
             slots=slots,
+            num_pages=table.num_pages,
+            page_size=table.page_size,
         )
 
     @classmethod
@@ -88,6 +95,8 @@ class RaggedBatch:
             positions=positions,
             page_ids=page_ids,
             slots=slots,
+            num_pages=table.num_pages,
+            page_size=table.page_size,
         )
 
     @property

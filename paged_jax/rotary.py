@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split layout of Llama checkpoints."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split layout of Llama."""
 
 import math
 from dataclasses import dataclass
@@ -25,8 +25,13 @@ class Llama3Scaling:
     original_length: int
 
     def __post_init__(self):
-        if not (0 < self.low_freq_factor < self.high_freq_factor and self.factor > 0 and self.original_length > 0):
-            raise ValueError(f"Llama3Scaling: needs positive numbers and low_freq_factor < high_freq_factor, got {self}")
+        if (
+            not 0 < self.low_freq_factor < self.high_freq_factor
+            or min(self.factor, self.original_length) <= 0
+        ):
+            raise ValueError(
+                f"Llama3Scaling: needs positive numbers and low_freq_factor < high_freq_factor, got {self}"
+            )
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         turns = self.original_length * frequencies / (2 * math.pi)  # rotations within the original context
@@ -42,6 +47,7 @@ class RotaryEmbedding:
     Args:
         rotary_dim: how many leading dimensions of a head rotate; the others pass through.
         scaling: changes the frequencies.
+        divisors: of each frequency, where a checkpoint stores its scaling like that.
 
     Raises:
         ValueError: if `rotary_dim` is odd or not positive.
@@ -50,14 +56,15 @@ class RotaryEmbedding:
     rotary_dim: int
     theta: float = 10_000.0
     scaling: Llama3Scaling | None = None
-    divisors: tuple[float, ...] | None = None  # of each frequency, where a checkpoint stores its scaling like that
+    divisors: tuple[float, ...] | None = None
 
     def __post_init__(self):
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"RotaryEmbedding: rotary_dim must be even and positive, got {self.rotary_dim=}")
         if self.divisors is not None and len(self.divisors) != self.rotary_dim // 2:
             raise ValueError(
-                f"RotaryEmbedding: needs {self.rotary_dim // 2} divisors, one per pair, got {len(self.divisors)}"
+                f"RotaryEmbedding: needs one divisor per pair, {self.rotary_dim // 2} in all, "
+                f"got {len(self.divisors)}"
             )
 
     def frequencies(self) -> np.ndarray:
@@ -76,9 +83,12 @@ class RotaryEmbedding:
             ValueError: if the heads of `x` have fewer than `rotary_dim` dimensions.
         """
         if x.shape[-1] < self.rotary_dim:
-            raise ValueError(f"RotaryEmbedding: {self.rotary_dim=} dimensions cannot rotate in heads of {x.shape[-1]}")
+            raise ValueError(
+                f"RotaryEmbedding: {self.rotary_dim=} dimensions cannot rotate in heads of {x.shape[-1]}"
+            )
         dtype = np.promote_types(x.dtype, np.float32)
-        angles = positions.astype(dtype)[:, None, None] * jnp.asarray(self.frequencies(), dtype)[None, None, :]
+        frequencies = jnp.asarray(self.frequencies(), dtype)
+        angles = positions.astype(dtype)[:, None, None] * frequencies[None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         half = self.rotary_dim // 2
         first, second = x[..., :half].astype(dtype), x[..., half : self.rotary_dim].astype(dtype)

@@ -56,7 +56,7 @@ class Sampling:
         """
         ranges = {
             "temperature": (temperature, jnp.float32, lambda x: x >= 0, "at least 0"),
-            "top_k": (top_k, jnp.int32, lambda x: (x >= 0) & (x < 2**31), "a whole number in [0, 2**31) (0: all)"),
+            "top_k": (top_k, jnp.int32, lambda x: (x >= 0) & (x < 2**31), "a whole number in [0, 2**31)"),
             "top_p": (top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
             "min_p": (min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
             "repetition_penalty": (repetition_penalty, jnp.float32, lambda x: x > 0, "greater than 0"),
@@ -71,7 +71,7 @@ class Sampling:
             fits = is_number and array.shape in ((), (rows,))
             if not fits or not np.all(in_range(array) & np.isfinite(array)):
                 raise ValueError(
-                    f"Sampling: {name} must be {wanted}, one number or one for each of {rows} rows, got {value!r}"
+                    f"Sampling: {name} must be {wanted}, one for all or each of {rows} rows, got {value!r}"
                 )
             fields[name] = jnp.broadcast_to(jnp.asarray(array, dtype), (rows,))
         return cls(**fields)
@@ -92,8 +92,12 @@ def sample(
         # Below the largest, which is 0 then: no temperature is too small to divide by.
         scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled /= jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
-        keep_most = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
-        scaled = lax.cond(keep_most, lambda x: _keep_top(x, sampling.top_k, sampling.top_p), lambda x: x, scaled)
+        scaled = lax.cond(
+            jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)),
+            lambda scaled: _keep_top(scaled, sampling.top_k, sampling.top_p),
+            lambda scaled: scaled,
+            scaled,
+        )
         scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
         def noise(seed: Array, position: Array) -> Array:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paged_jax import cli
 from paged_jax.attention import paged_attention_implementation
+from paged_jax.cli import app as cli
 
 EXERCISE_1 = "plan --bytes-per-token 128KiB --max-length 2048 --lengths 200,600,150,1050 --page-size 16"
 EXERCISE_3 = "plan --bytes-per-token 128KiB --pool 32GiB --max-length 4096 --mean-length 500 --page-size 16"
@@ -220,10 +220,10 @@ def test_plan_and_help_need_no_jax():
     program = f"""
 import sys, types
 package = types.ModuleType("paged_jax")
-package.__path__ = [{str(Path(cli.__file__).parent)!r}]
+package.__path__ = [{str(Path(cli.__file__).parents[1])!r}]
 sys.modules["paged_jax"] = package
 from typer.testing import CliRunner
-from paged_jax.cli import app
+from paged_jax.cli.app import app
 assert CliRunner().invoke(app, {EXERCISE_3.split()!r}).exit_code == 0
 assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 assert "jax" not in sys.modules

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from paged_jax import page_table
-from paged_jax.page_table import PageTable
 from paged_jax.cli.plot import plot
 from paged_jax.cli.trace import MAX_PAGES, as_text, trace
+from paged_jax.page_table import PageTable
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

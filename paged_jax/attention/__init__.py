@@ -1,3 +1,5 @@
+"""Attention over pages, through block tables."""
+
 from paged_jax.attention.api import Choice, paged_attention, paged_attention_implementation
 from paged_jax.attention.merge import merge_attention
 from paged_jax.attention.schedule import Tiling

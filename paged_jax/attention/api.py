@@ -33,7 +33,8 @@ def paged_attention_implementation(implementation: Implementation | None = None)
         return Choice("xla", f"portable; there is no kernel written for the backend {backend!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"paged_attention: {implementation=} is not known; use None to choose, or one of {list(IMPLEMENTATIONS)}"
+            f"paged_attention: {implementation=} is not known; use None to choose, "
+            f"or one of {list(IMPLEMENTATIONS)}"
         )
     return Choice(implementation, "asked for by name")
 
@@ -55,10 +56,14 @@ def paged_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
     tiling: Tiling | None = None,
-) -> Float[Array, "tokens q_heads head_dim"] | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
-    """Causal attention of new tokens over keys and values that lie in pages (Kwon et al. 2023, arXiv:2309.06180).
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+):
+    """Causal attention of new tokens over keys and values that lie in pages.
 
-    The new tokens' own keys and values are in the pages already: write them first.
+    The new tokens' own keys and values are in the pages already: write them first. The idea is that
+    of Kwon et al. 2023, arXiv:2309.06180.
 
     Args:
         q: the queries of all rows' new tokens, packed one row after the other. They are the last
@@ -91,18 +96,20 @@ def paged_attention(
         ValueError: for arguments that do not fit together; outside jit also for lengths that are
             negative or longer than the table.
     """
-    arrays = (q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales)
-    arrays = tuple(None if array is None else jnp.asarray(array) for array in arrays)
-    _check_arrays(*arrays)
-    q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales = arrays
+    q, k_pages, v_pages = jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages)
+    block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
+    query_starts = None if query_starts is None else jnp.asarray(query_starts)
+    sinks, k_scales, v_scales = (None if a is None else jnp.asarray(a) for a in (sinks, k_scales, v_scales))
+    _check_arrays(q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales)
     if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
         raise ValueError(
-            f"paged_attention: sliding_window counts positions, the token itself included: it must be an integer "
-            f"of at least 1, or None to see everything; got {sliding_window=}"
+            "paged_attention: sliding_window counts positions, the token itself included: it must be an "
+            f"integer of at least 1, or None to see everything; got {sliding_window=}"
         )
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ValueError(
-            f"paged_attention: logits_soft_cap must be positive and finite, or None for none; got {logits_soft_cap=}"
+            "paged_attention: logits_soft_cap must be positive and finite, or None for none; "
+            f"got {logits_soft_cap=}"
         )
     choice = paged_attention_implementation(implementation)
     if tiling is not None and choice.name != "xla":
@@ -112,6 +119,8 @@ def paged_attention(
     query_starts = None if query_starts is None else query_starts.astype(jnp.int32)
     capacity = block_tables.shape[1] * k_pages.shape[2]
     too_long = lengths > capacity
+    if sliding_window is not None:
+        sliding_window = min(sliding_window, capacity)  # so that it fits an int32
     _check_lengths(q.shape[0], lengths, query_starts, capacity)
     lengths = jnp.where(too_long, 0, jnp.maximum(lengths, 0))
     options = {"tiling": tiling} if choice.name == "xla" else {}
@@ -142,7 +151,9 @@ def _of_rows(flags: Array, num_tokens: int, query_starts: Array | None) -> Array
     if query_starts is None:
         return flags
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    return flags.at[jnp.searchsorted(query_starts[1:], token, side="right")].get(mode="fill", fill_value=False)
+    return flags.at[jnp.searchsorted(query_starts[1:], token, side="right")].get(
+        mode="fill", fill_value=False
+    )
 
 
 def _saturate(lengths: Array) -> Array:
@@ -166,8 +177,9 @@ def _check_lengths(num_tokens: int, lengths: Array, query_starts: Array | None, 
     fit = query_starts[0] == 0 and query_starts[-1] <= num_tokens
     if not fit or jnp.any(counts < 0) or jnp.any(counts > lengths):
         raise ValueError(
-            f"paged_attention: query_starts must rise from 0 to at most the {num_tokens} tokens of q, and a row cannot "
-            f"have more new tokens than its length, got query_starts={query_starts.tolist()}, lengths={lengths.tolist()}"
+            f"paged_attention: query_starts must rise from 0 to at most the {num_tokens} tokens of q, and "
+            "a row cannot have more new tokens than its length, "
+            f"got query_starts={query_starts.tolist()}, lengths={lengths.tolist()}"
         )
 
 
@@ -186,30 +198,46 @@ def _check_arrays(
         if not holds:
             raise ValueError(f"paged_attention: {what}, got {got}")
 
-    expect(q.ndim == 3 and q.size > 0, "q must have shape [tokens, q_heads, head_dim], none of them 0", f"{q.shape=}")
+    expect(
+        q.ndim == 3 and q.size > 0,
+        "q must have shape [tokens, q_heads, head_dim], none of them 0",
+        f"{q.shape=}",
+    )
     pages = "[num_pages, kv_heads, page_size, head_dim]"
     expect(k_pages.ndim == 4, f"k_pages must have shape {pages}", f"{k_pages.shape=}")
-    expect(v_pages.shape == k_pages.shape, "v_pages must have the shape of k_pages", f"{v_pages.shape=}, {k_pages.shape=}")
+    expect(
+        v_pages.shape == k_pages.shape,
+        "v_pages must have the shape of k_pages",
+        f"{v_pages.shape=}, {k_pages.shape=}",
+    )
     expect(k_pages.size > 0, "k_pages must not be empty", f"{k_pages.shape=}")
-    expect(v_pages.dtype == k_pages.dtype, "v_pages must have the dtype of k_pages", f"{v_pages.dtype=}, {k_pages.dtype=}")
+    expect(
+        v_pages.dtype == k_pages.dtype,
+        "v_pages must have the dtype of k_pages",
+        f"{v_pages.dtype=}, {k_pages.dtype=}",
+    )
     expect(jnp.issubdtype(q.dtype, jnp.floating), "q must be floating", f"{q.dtype=}")
     expect(
         (jnp.issubdtype(k_pages.dtype, jnp.floating) and k_pages.dtype.itemsize > 1) or k_scales is not None,
         "k_pages of integers, or of 8 bits, need k_scales and v_scales",
         f"{k_pages.dtype=}",
     )
-    expect(q.shape[2] == k_pages.shape[3], "q and k_pages must have one head_dim", f"{q.shape=}, {k_pages.shape=}")
+    expect(
+        q.shape[2] == k_pages.shape[3],
+        "q and k_pages must have one head_dim",
+        f"{q.shape=}, {k_pages.shape=}",
+    )
     expect(
         q.shape[1] % k_pages.shape[1] == 0,
         "q_heads must be a multiple of kv_heads",
         f"q_heads={q.shape[1]}, kv_heads={k_pages.shape[1]}",
     )
-    rows = block_tables.shape[0] if block_tables.ndim == 2 else None
     expect(
-        rows is not None and block_tables.size > 0 and jnp.issubdtype(block_tables.dtype, jnp.integer),
+        block_tables.ndim == 2 and block_tables.size > 0 and jnp.issubdtype(block_tables.dtype, jnp.integer),
         "block_tables must be an integer array of shape [rows, max_pages_per_row], none of them 0",
         f"{block_tables.shape=}, {block_tables.dtype=}",
     )
+    rows = block_tables.shape[0]
     expect(
         lengths.shape == (rows,) and jnp.issubdtype(lengths.dtype, jnp.integer),
         f"lengths must be an integer array of shape [rows={rows}]",
@@ -228,12 +256,14 @@ def _check_arrays(
             f"{query_starts.shape=}, {query_starts.dtype=}",
         )
     if sinks is not None:
-        expect(sinks.shape == (q.shape[1],), f"sinks must have shape [q_heads={q.shape[1]}]", f"{sinks.shape=}")
+        expect(
+            sinks.shape == (q.shape[1],), f"sinks must have shape [q_heads={q.shape[1]}]", f"{sinks.shape=}"
+        )
     expect((k_scales is None) == (v_scales is None), "k_scales and v_scales go together", "one of them")
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if scales is not None:
             expect(
                 scales.shape == k_pages.shape[:3] and jnp.issubdtype(scales.dtype, jnp.floating),
-                f"{name} must be floating, of shape [num_pages, kv_heads, page_size] = {list(k_pages.shape[:3])}",
+                f"{name} must be floating, [num_pages, kv_heads, page_size] = {list(k_pages.shape[:3])}",
                 f"{scales.dtype} {list(scales.shape)}",
             )

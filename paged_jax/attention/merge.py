@@ -29,8 +29,8 @@ def merge_attention(
     """
     if outputs.shape[:-1] != lses.shape or outputs.ndim < 2:
         raise ValueError(
-            f"merge_attention: outputs [parts, ..., head_dim] need lses [parts, ...], got {outputs.shape=} and "
-            f"{lses.shape=}"
+            "merge_attention: outputs [parts, ..., head_dim] need lses [parts, ...], "
+            f"got {outputs.shape=} and {lses.shape=}"
         )
     accumulate = wider(lses.dtype, jnp.float32)
     lses = lses.astype(accumulate)
@@ -46,7 +46,9 @@ def merge_attention(
 
 
 def apply_sinks(
-    output: Float[Array, "tokens q_heads head_dim"], lse: Float[Array, "tokens q_heads"], sinks: Float[Array, " q_heads"]
+    output: Float[Array, "tokens q_heads head_dim"],
+    lse: Float[Array, "tokens q_heads"],
+    sinks: Float[Array, " q_heads"],
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
     """Adds each head's sink, a logit without a value, to the softmax denominator, once.
 

@@ -30,7 +30,7 @@ def reference_attention(
     k_scales: Float[Array, "num_pages kv_heads page_size"] | None,
     v_scales: Float[Array, "num_pages kv_heads page_size"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
-    """The output in float32 or wider, and the log-sum-exp. Arguments as in `paged_attention`, already checked."""
+    """Output in float32 or wider, and log-sum-exp. Arguments as in `paged_attention`, already checked."""
     tokens, q_heads, head_dim = q.shape
     num_pages, kv_heads, page_size, _ = k_pages.shape
     num_rows, width = block_tables.shape

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the pieces of work. Fixed by shapes alone, so that a row's result does not depend on its batch.
+    """Sizes of the pieces of work. With the same tiling, a row's result has the same bits in any batch.
 
     Raises:
         ValueError: if a size is not positive.

@@ -48,7 +48,7 @@ def xla_attention(
     v_scales: Float[Array, "num_pages kv_heads page_size"] | None,
     tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
-    """The output in float32 or wider, and the log-sum-exp. Arguments as in `paged_attention`, already checked."""
+    """Output in float32 or wider, and log-sum-exp. Arguments as in `paged_attention`, already checked."""
     tokens, q_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     num_rows, width = block_tables.shape
@@ -108,7 +108,9 @@ def _attend_tiles(
 
     def read(pool: Array, scales: Array | None, page_ids: Array, head: Array) -> Array:  # [kv_step, head_dim]
         values = pool[page_ids, head].reshape(kv_step, head_dim).astype(compute)
-        return values if scales is None else values * scales[page_ids, head].reshape(kv_step, 1).astype(compute)
+        return (
+            values if scales is None else values * scales[page_ids, head].reshape(kv_step, 1).astype(compute)
+        )
 
     def attend(work: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         tile, head, split = work
@@ -120,15 +122,16 @@ def _attend_tiles(
         window_start = 0 if sliding_window is None else first_position - (sliding_window - 1)
         in_tile = jnp.arange(tile_tokens, dtype=jnp.int32)
         q_position = jnp.repeat(first_position + jnp.minimum(in_tile, last), group)[:, None]  # [tile_rows, 1]
-        queries = lax.dynamic_slice(
-            q, (schedule.first_tokens[tile], head, 0, 0), (tile_tokens, 1, group, head_dim)
-        )
+        corner = (schedule.first_tokens[tile], head, *jnp.zeros(2, jnp.int32))
+        queries = lax.dynamic_slice(q, corner, (tile_tokens, 1, group, head_dim))
         queries = queries.reshape(tile_tokens * group, head_dim).astype(compute)
 
         def step(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             start, acc, top, total = carry
             page_ids = lax.dynamic_slice(tables, (row, start // page_size), (1, pages_per_step))[0]
-            k, v = (read(pool, scales, page_ids, head) for pool, scales in zip(pools[:2], pools[2:], strict=True))
+            k, v = (
+                read(pool, scales, page_ids, head) for pool, scales in zip(pools[:2], pools[2:], strict=True)
+            )
             position = start + jnp.arange(kv_step, dtype=jnp.int32)
             scores = jnp.dot(queries, k.T, precision=precision, preferred_element_type=accumulate) * scale
             if logits_soft_cap is not None:

@@ -83,7 +83,9 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: repeats less.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the draws.")] = 0,
     page_size: PageSize = 16,
-    pages: Annotated[int | None, typer.Option(metavar="N", min=1, help="In the pool. Default: enough.")] = None,
+    pages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="In the pool. Default: enough.")
+    ] = None,
     pool: Annotated[str | None, typer.Option(metavar="SIZE", help="Or the memory for it, as 64MiB.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -259,7 +261,7 @@ def _cache_compilations() -> None:
     """A compiled loop is kept for the next run, unless the user has set up jax's cache otherwise."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "paged_jax"))
 

@@ -29,13 +29,12 @@ def stream_text(generation: TextGeneration, console: Console) -> None:
     if live and len(texts) == 1:
         _flow(generation, console)
         return
-    view = Live(console=console, transient=True, vertical_overflow="ellipsis") if live else nullcontext()
     try:
-        with view:
+        # Without a terminal this shows nothing.
+        with Live(console=console, transient=True, vertical_overflow="ellipsis", auto_refresh=live) as view:
             for pieces in generation:
                 texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-                if live:
-                    view.update(_texts(generation.prompts, texts))
+                view.update(_texts(generation.prompts, texts) if live else "")
     finally:
         reasons = [completion.finish_reason for completion in generation.completions()]
         endings = [_ENDINGS.get(reason, "") for reason in reasons]

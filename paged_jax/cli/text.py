@@ -1,4 +1,4 @@
-"""Text from a loaded model: prompts are encoded, rows advance a few tokens a call, pieces come out as text."""
+"""Text from a loaded model: prompts are encoded, rows advance a few tokens a call, text comes out."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -77,19 +77,21 @@ class TextGeneration:
         pool_bytes: int | None = None,
     ):
         if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.name} comes without a tokenizer (tokenizer.json), so it cannot take text")
+            raise ValueError(
+                f"{loaded.name} comes without a tokenizer (tokenizer.json), so it cannot take text"
+            )
         self.tokenizer = loaded.tokenizer
         self.model = loaded.model
         self.prompts = tuple(prompts)
         config = self.model.config
+        if "" in prompts:
+            raise ValueError("a prompt is empty: give it at least one character")
         ids = [_encode(self.tokenizer, prompt, chat) for prompt in prompts]
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            if not prompt_ids:
-                raise ValueError("a prompt is empty: give it at least one character")
             if len(prompt_ids) >= config.max_length:
                 raise ValueError(
-                    f"a prompt is longer than the model's context: {len(prompt_ids)} tokens do not leave room for "
-                    f"a new one in {config.max_length}, in {prompt[:40]!r}..."
+                    f"a prompt is longer than the model's context: {len(prompt_ids)} tokens leave no room "
+                    f"for a new one in {config.max_length}; it begins with {prompt[:40]!r}"
                 )
         limits = [min(max_new_tokens, config.max_length - len(prompt_ids)) for prompt_ids in ids]
         longest = max(len(prompt_ids) + limit for prompt_ids, limit in zip(ids, limits, strict=True))
@@ -165,8 +167,6 @@ class TextGeneration:
 def _encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
     if not chat:
         return tokenizer.encode(prompt)
-    if not prompt:
-        return []
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     return tokenizer.encode(rendered, add_special_tokens=False)
 

@@ -149,7 +149,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         raise ValueError(f"it is no GGUF file, or cut off or damaged ({error})") from error
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {
-        tensor.name: GGUFTensor(tensor.data, tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape)))
+        tensor.name: GGUFTensor(
+            tensor.data, tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape))
+        )
         for tensor in reader.tensors
     }
     return metadata, tensors

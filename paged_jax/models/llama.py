@@ -49,6 +49,7 @@ class LlamaConfig:
         num_heads = _positive(config, "num_attention_heads", int)
         hidden_size = _positive(config, "hidden_size", int)
         head_dim = _positive(config, "head_dim", int, default=hidden_size // num_heads)
+        window = config.get("sliding_window")
         return cls(
             vocab_size=_positive(config, "vocab_size", int),
             hidden_size=hidden_size,
@@ -60,7 +61,7 @@ class LlamaConfig:
             max_length=_positive(config, "max_position_embeddings", int),
             rms_norm_eps=_positive(config, "rms_norm_eps"),
             rotary=_rotary(config, head_dim),
-            sliding_window=_positive(config, "sliding_window", int) if config.get("sliding_window") is not None else None,
+            sliding_window=None if window is None else _positive(config, "sliding_window", int),
             attention_bias=config.get("attention_bias", False),
             mlp_bias=config.get("mlp_bias", False),
             tie_embeddings=config.get("tie_word_embeddings", False),
@@ -71,7 +72,7 @@ def _rotary(config: dict[str, Any], head_dim: int) -> RotaryEmbedding:
     # Two forms are in use: rope_theta beside rope_scaling, and both within rope_parameters.
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"the rotary settings of the model's configuration must be an object, got {settings!r}")
+        raise ValueError(f"the configuration's rotary settings must be an object, got {settings!r}")
     theta = _positive({"rope_theta": 10_000.0, **config, **settings}, "rope_theta")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
@@ -95,7 +96,7 @@ def _positive(
     config: dict[str, Any], key: str, kind: type[int] | type[float] = float, default: int | None = None
 ) -> Any:
     """The number under `key`; a configuration comes from a file, and may hold anything."""
-    value = default if config.get(key) is None else config[key]
+    value: Any = default if config.get(key) is None else config[key]
     kinds = (int,) if kind is int else (int, float)
     if type(value) not in kinds or not value > 0:
         wanted = "whole number" if kind is int else "number"
@@ -112,16 +113,29 @@ class Llama(nnx.Module):
             dtype: of parameters and computation.
         """
         self.config = config
-        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)])
+        self.embed = nnx.Embed(
+            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs
+        )
+        self.blocks = nnx.List(
+            [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
+        )
         self.norm = _norm(config, dtype, rngs)
         self.head = nnx.data(
             None
             if config.tie_embeddings
             else nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
+                config.hidden_size,
+                config.vocab_size,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=dtype,
+                rngs=rngs,
             )
         )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     def __call__(
         self, tokens: Int32[Array, " tokens"], pages: KVPages, batch: RaggedBatch
@@ -193,4 +207,6 @@ class GatedMLP(nnx.Module):
 
 
 def _norm(config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    return nnx.RMSNorm(
+        config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs
+    )

