@@ -43,24 +43,22 @@ def stream_text(generation: TextGeneration, console: Console) -> None:
 
 def usage_text(usage: Usage) -> Table:
     """The summary under the text, a fact a line."""
+
+    def slots(count: int) -> str:
+        return f"{count} slots, {format_size(count * usage.bytes_per_token)}"
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    reserved = usage.contiguous_slots
-    paged = usage.peak_pages * usage.page_size
-    rate = f"{usage.tokens_per_second:.1f} tokens/s"
-    compiling = f", and {usage.compile_seconds:.1f} s of compiling before" if usage.compile_seconds else ""
+    compiling = f", after {usage.compile_seconds:.1f} s of compiling" if usage.compile_seconds else ""
     table.add_row("tokens", f"{usage.prompt_tokens} read, {usage.new_tokens} written")
-    table.add_row("time", f"{usage.seconds:.1f} s: {rate}{compiling}")
+    table.add_row("time", f"{usage.seconds:.1f} s, {usage.tokens_per_second:.1f} tokens/s{compiling}")
     table.add_row(
         "pages",
         f"{usage.peak_pages} of {usage.num_pages} used at once, {usage.page_size} tokens each: "
-        f"{paged} slots, {format_size(paged * usage.bytes_per_token)}",
+        f"{slots(usage.peak_pages * usage.page_size)}",
     )
     table.add_row("wasted", f"{usage.wasted_slots} slots in the rows' last pages, {usage.used_slots} used")
-    table.add_row(
-        "contiguous",
-        f"a cache for the longest row would reserve {reserved} slots, "
-        f"{format_size(reserved * usage.bytes_per_token)}",
-    )
+    table.add_row("contiguous", f"would have reserved {slots(usage.contiguous_slots)} for these limits,")
+    table.add_row("", f"{slots(usage.context_slots)} for the model's whole context")
     return table
 
 

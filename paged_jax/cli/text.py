@@ -38,7 +38,8 @@ class Usage:
     peak_pages: int  # in use at once
     used_slots: int
     wasted_slots: int  # in the last pages of the rows, at the end of each
-    contiguous_slots: int  # that a cache reserves which gives every row the length of the longest
+    contiguous_slots: int  # that a cache reserves which gives every row the most that any of them may need
+    context_slots: int  # and one that gives every row the model's whole context
     bytes_per_token: int
 
     @property
@@ -51,6 +52,7 @@ class Usage:
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": self.peak_pages * self.page_size * self.bytes_per_token,
             "contiguous_bytes": self.contiguous_slots * self.bytes_per_token,
+            "context_bytes": self.context_slots * self.bytes_per_token,
         }
 
 
@@ -160,6 +162,7 @@ class TextGeneration:
             used_slots=sum(stored),
             wasted_slots=sum(-n % table.page_size for n in stored),
             contiguous_slots=self._contiguous_slots,
+            context_slots=len(rows) * self.model.config.max_length,
             bytes_per_token=self._bytes_per_token,
         )
 
