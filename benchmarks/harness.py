@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
-import paged_jax
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -46,6 +45,20 @@ def time_in_turns(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[An
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+class ReadBandwidth:
+    """A run that reads 256 MiB once, to be timed in turns with the others."""
+
+    def __init__(self) -> None:
+        self.source = jnp.ones((8192, 8192), jnp.float32)
+        self.reduce = jax.jit(lambda x: jnp.max(x, axis=1))
+
+    def __call__(self) -> jax.Array:
+        return self.reduce(self.source)
+
+    def bytes_per_second(self, seconds: float) -> float:
+        return self.source.nbytes / seconds
+
+
 def environment() -> dict[str, Any]:
     """The hardware, the versions and the commit that a number belongs to."""
     commit = subprocess.run(
@@ -62,7 +75,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "paged_jax": paged_jax.__name__ + " " + (commit.stdout.strip() or "unknown commit"),
+        "commit": commit.stdout.strip() or "unknown",
     }
 
 
@@ -78,7 +91,7 @@ def report(
         print(text)
         return
     console = Console(highlight=False)
-    table = Table(*rows[0], box=None, pad_edge=False)
+    table = Table(*rows[0], box=None, pad_edge=False, padding=(0, 1))
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
     console.print(table)

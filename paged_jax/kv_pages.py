@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32
 
-from paged_jax.page_table import NO_PAGE, as_int32, once_if, or_nowhere
+from paged_jax.page_table import NO_PAGE
+from paged_jax.under_jit import as_int32, once_if, or_nowhere
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +78,8 @@ class KVPages:
     ) -> "KVPages":
         """Stores one step's keys and values of a layer, cast to the dtype of the pages.
 
-        A token whose page id is NO_PAGE is padding and is not stored.
+        A token whose page id is NO_PAGE is padding and is not stored, nor is any whose page id or slot
+        lies outside the pool.
 
         Raises:
             ValueError: if there is no such layer, or a shape does not fit the pages.
@@ -152,9 +154,10 @@ def _copy(pages: KVPages, copies: Int32[Array, "copies 2"]) -> KVPages:
 
 
 def _write(pool: Array, new: Array, page_ids: Array, slots: Array) -> Array:
-    page_ids = or_nowhere(page_ids, pool.shape[0])[:, None]
-    heads = jnp.arange(pool.shape[1], dtype=jnp.int32)[None, :]
-    return pool.at[page_ids, heads, slots[:, None]].set(new.astype(pool.dtype), mode="drop")
+    num_pages, kv_heads, page_size, _ = pool.shape
+    page_ids, slots = or_nowhere(page_ids, num_pages)[:, None], or_nowhere(slots, page_size)[:, None]
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :]
+    return pool.at[page_ids, heads, slots].set(new.astype(pool.dtype), mode="drop")
 
 
 def _replace(pools: tuple[Array, ...], layer: int, pool: Array) -> tuple[Array, ...]:

@@ -8,18 +8,16 @@ scanned and donated; its cost follows the rows and their tables, never the size 
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32
 
-State = TypeVar("State")
+from paged_jax.under_jit import as_int32, once_if, or_nowhere, require_now
 
 NO_PAGE = -1
 """Fills the entries of a block table, and of any list of page ids, that name no page."""
@@ -131,7 +129,7 @@ def extend(table: PageTable, num_tokens: Int[ArrayLike, " rows"]) -> tuple[PageT
 
     # A row that appends in the middle of a page writes into its tail.
     appends = fits & (num_tokens > 0) & (table.lengths % table.page_size != 0)
-    tails = jnp.take_along_axis(table.block_tables, jnp.maximum(held - 1, 0)[:, None], axis=1)[:, 0]
+    tails = _last_pages(table.block_tables, held)
     fits &= ~appends | (tails != NO_PAGE)
     appends &= fits
     shared = appends & (table.ref_counts[tails] > 1)
@@ -153,7 +151,7 @@ def extend(table: PageTable, num_tokens: Int[ArrayLike, " rows"]) -> tuple[PageT
         table, ref_counts=ref_counts, lengths=jnp.where(granted, lengths, table.lengths)
     )
     table = _take_pages(table, first=held - copies.astype(jnp.int32), need=need)
-    destinations = jnp.take_along_axis(table.block_tables, jnp.maximum(held - 1, 0)[:, None], axis=1)[:, 0]
+    destinations = _last_pages(table.block_tables, held)
     pairs = jnp.where(copies[:, None], jnp.stack([tails, destinations], axis=1), NO_PAGE)
     return table, Grant(granted, pairs)
 
@@ -235,7 +233,7 @@ def adopt(
         & distinct
         & jnp.all(~used | _in_use(table, entries))
     )
-    _require(
+    require_now(
         valid,
         lambda: (
             f"adopt: needs an empty row and distinct pages in use, enough for the tokens; got {row=!s}, "
@@ -259,7 +257,7 @@ def pin(table: PageTable, page_ids: Int[ArrayLike, " pages"]) -> PageTable:
     """
     page_ids = as_int32("pin", "page_ids", page_ids, (None,))
     in_use = _in_use(table, page_ids)
-    _require(
+    require_now(
         jnp.all(in_use | (page_ids == NO_PAGE)),
         lambda: f"pin: only a page in use can be pinned, got {page_ids=!s}",
     )
@@ -278,7 +276,7 @@ def unpin(table: PageTable, page_ids: Int[ArrayLike, " pages"]) -> PageTable:
     """
     page_ids = as_int32("unpin", "page_ids", page_ids, (None,))
     in_use = _in_use(table, page_ids)
-    _require(
+    require_now(
         jnp.all(in_use | (page_ids == NO_PAGE)),
         lambda: f"unpin: only a page in use can be unpinned, got {page_ids=!s}",
     )
@@ -340,18 +338,25 @@ def locate(
 
 def summary(table: PageTable) -> Summary:
     """The few numbers a host reads between steps."""
-    pages_per_row = jnp.sum(table.block_tables != NO_PAGE, axis=1, dtype=jnp.int32)
+    tails = _last_pages(table.block_tables, pages_for(table.lengths, table.page_size))
     return Summary(
         lengths=table.lengths,
         num_free=table.num_free,
-        pages_per_row=pages_per_row,
-        wasted_slots=-table.lengths % table.page_size,
+        pages_per_row=jnp.sum(table.block_tables != NO_PAGE, axis=1, dtype=jnp.int32),
+        wasted_slots=jnp.where(tails == NO_PAGE, 0, -table.lengths % table.page_size),
     )
 
 
 def pages_for(num_tokens: Int[Array, "..."], page_size: int) -> Int[Array, "..."]:
     """ceil(num_tokens / page_size): the pages of so many tokens, without the overflow of adding first."""
     return -(-num_tokens // page_size)
+
+
+def _last_pages(
+    block_tables: Int32[Array, "rows max_pages_per_row"], held: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Each row's entry of its `held`-th logical page; NO_PAGE for a row without one."""
+    return jnp.take_along_axis(block_tables, jnp.maximum(held - 1, 0)[:, None], axis=1)[:, 0]
 
 
 # What loops or branches is jitted here, so that eager calls do not compile it again each time.
@@ -415,27 +420,10 @@ def _drop_holds(table: PageTable, page_ids: Int32[Array, " entries"]) -> PageTab
     )
 
 
-def once_if(condition: Bool[Array, ""], transition: Callable[[State], State], state: State) -> State:
-    """`transition(state)` where the condition holds, in place.
-
-    As a loop that runs at most once, because `lax.cond` copies the pool-sized arrays it passes through.
-    """
-    return lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (jnp.zeros_like(carry[0]), transition(carry[1])),
-        (condition, state),
-    )[1]
-
-
 def _hold(
     ref_counts: Int32[Array, " num_pages"], page_ids: Int32[Array, "..."]
 ) -> Int32[Array, " num_pages"]:
     return ref_counts.at[or_nowhere(page_ids, ref_counts.shape[0])].add(1, mode="drop")
-
-
-def or_nowhere(page_ids: Int32[Array, "..."], num_pages: int) -> Int32[Array, "..."]:
-    """Sends NO_PAGE past the high end, where a scatter drops it; a negative index would wrap around."""
-    return jnp.where(page_ids == NO_PAGE, num_pages, page_ids)
 
 
 def _in_use(table: PageTable, page_ids: Int32[Array, " pages"]) -> Bool[Array, " pages"]:
@@ -456,29 +444,3 @@ def _count_earlier(page_ids: Int32[Array, " rows"], mask: Bool[Array, " rows"]) 
         return jnp.zeros_like(keys).at[order].set(earlier)
 
     return lax.cond(jnp.any(mask), count, lambda: jnp.zeros_like(page_ids))
-
-
-def as_int32(
-    function: str, name: str, value: ArrayLike, shape: tuple[int | None, ...]
-) -> Int32[Array, "..."]:
-    """Checks an integer argument; None in `shape` takes any size. Wider types saturate, so nothing wraps."""
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    fits = len(array.shape) == len(shape) and all(
-        s in (None, a) for a, s in zip(array.shape, shape, strict=True)
-    )
-    if not jnp.issubdtype(array.dtype, jnp.integer) or not fits:
-        expected = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
-        raise ValueError(
-            f"{function}: {name} must be an integer array of shape {expected}, "
-            f"got {array.dtype} {list(array.shape)}"
-        )
-    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(array.dtype)
-    if own.max > limits.max:
-        array = array.clip(max(limits.min, own.min), limits.max)
-    return jnp.asarray(array, jnp.int32)
-
-
-def _require(valid: Bool[Array, ""], message: Callable[[], str]) -> None:
-    """Raises where the values are known; a traced call cannot, and is made to change nothing instead."""
-    if not isinstance(valid, jax.core.Tracer) and not valid:
-        raise ValueError(message())

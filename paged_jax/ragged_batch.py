@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32
 
-from paged_jax.page_table import PageTable, as_int32, locate
+from paged_jax.page_table import PageTable, locate
+from paged_jax.under_jit import as_int32
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "paged_jax"
 
 # A file may import only from lines above its own.
 ORDER = """
+    under_jit
     page_table
     kv_pages ragged_batch rotary
     attention.dtypes
