@@ -170,7 +170,7 @@ def start(
     longest = int(max_tokens.max())
     max_pages_per_row = _power_of_two(-(-longest // page_size))
     if num_pages is None:
-        num_pages = _power_of_two(int(np.sum(-(-max_tokens // page_size))))
+        num_pages = enough_pages(max_tokens, page_size)
     if longest - 1 > num_pages * page_size:  # the last token of a row is never stored
         raise ValueError(
             f"generate: the longest row stores {longest - 1} tokens, prompt and all but the last new one; "
@@ -307,6 +307,11 @@ def _end_rows(state: Generation, refused: Array) -> Generation:
     status = jnp.where(stuck & (row == last_running), _OUT_OF_PAGES, state.status)
     table = page_table.release(state.table, status != _RUNNING)
     return dataclasses.replace(state, status=status, table=table)
+
+
+def enough_pages(max_tokens: Sequence[int] | np.ndarray, page_size: int) -> int:
+    """The pool that `start` makes by itself: pages for all rows at full length, rounded up to a power of two."""
+    return _power_of_two(int(np.sum(-(-np.asarray(max_tokens) // page_size))))
 
 
 def _power_of_two(n: int) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.capacity import TokenShape, check_memory, pages_for, pages_in_budget
-from paged_jax.generate import Completion, Generation, completions, finished, run, start
+from paged_jax.generate import Completion, Generation, completions, enough_pages, finished, run, start
 from paged_jax.kv_pages import default_dtype
 from paged_jax.models import Loaded, Tokenizer
 from paged_jax.sampling import Sampling
@@ -96,13 +96,15 @@ class TextGeneration:
                     f"for a new one in {config.max_length}; it begins with {prompt[:40]!r}"
                 )
         limits = [min(max_new_tokens, config.max_length - len(prompt_ids)) for prompt_ids in ids]
-        longest = max(len(prompt_ids) + limit for prompt_ids, limit in zip(ids, limits, strict=True))
+        max_tokens = [len(prompt_ids) + limit for prompt_ids, limit in zip(ids, limits, strict=True)]
+        longest = max(max_tokens)
         dtype = jnp.dtype(default_dtype())
         shape = TokenShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize)
-        row_pages = pages_for(longest, page_size)
         if pool_bytes is not None:
+            row_pages = pages_for(longest, page_size)
             num_pages = pages_in_budget(pool_bytes, shape.num_bytes, page_size, len(ids), row_pages)
-        num_pages = len(ids) * row_pages if num_pages is None else num_pages
+        elif num_pages is None:
+            num_pages = enough_pages(max_tokens, page_size)
         check_memory(num_pages * page_size * shape.num_bytes, jax.devices()[0])
         self._contiguous_slots = len(ids) * longest
         self._bytes_per_token = shape.num_bytes
