@@ -28,6 +28,7 @@ from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import PageTable
 from paged_jax.ragged_batch import RaggedBatch
 from paged_jax.sampling import Sampling, penalize_repetition, sample
+from paged_jax.under_jit import once_if
 
 FinishReason = Literal["stop", "length", "out_of_pages"]
 
@@ -244,43 +245,36 @@ def _run(
 ) -> Generation:
     model = nnx.merge(graph, parameters)
 
-    def in_prompt(state: Generation) -> Array:
-        """Rows with more than one token to store: prompts go in chunks, beside rows that are past theirs."""
-        return (state.status == _RUNNING) & (state.num_tokens - state.table.lengths > 1)
-
-    def chunk_step(state: Generation) -> Generation:
+    def step(state: Generation) -> Generation:
         wanted = jnp.where(state.status == _RUNNING, state.num_tokens - state.table.lengths, 0)
+        in_prompt = jnp.any(wanted > 1)
+        # Prompts go in chunks, beside rows that are past theirs.
         before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
-        return step(state, jnp.clip(state.chunk - before, 0, wanted), RaggedBatch.packed)
-
-    def decode_step(state: Generation) -> Generation:
-        return step(state, (state.status == _RUNNING).astype(jnp.int32), decode_batch)
-
-    def decode_batch(table: PageTable, num_tokens: Array, _: int) -> RaggedBatch:
-        return RaggedBatch.decode(table, num_tokens > 0)
-
-    def step(state: Generation, num_tokens: Array, make_batch) -> Generation:
+        num_tokens = jnp.where(in_prompt, jnp.clip(state.chunk - before, 0, wanted), wanted)
         table, grant = page_table.extend(state.table, num_tokens)
         num_tokens = jnp.where(grant.granted, num_tokens, 0)
-        batch = make_batch(table, num_tokens, state.chunk)
-        hidden, pages = model(
-            state.tokens[batch.rows, batch.positions], state.pages.copy(grant.copies), batch
-        )
-        logits = model.logits(hidden[batch.last_tokens])
+
+        def forward(batch: RaggedBatch, carry: tuple[Array, KVPages]) -> tuple[Array, KVPages]:
+            hidden, pages = model(state.tokens[batch.rows, batch.positions], carry[1], batch)
+            return hidden[batch.last_tokens], pages
+
+        chunk = partial(forward, RaggedBatch.packed(table, num_tokens, state.chunk))
+        decode = partial(forward, RaggedBatch.decode(table, num_tokens > 0))
+        pages = state.pages.copy(grant.copies)
+        # One of the two runs. Not under lax.cond, which would copy the pages.
+        hidden = jax.eval_shape(decode, (None, pages))[0]
+        carry = once_if(in_prompt, chunk, (jnp.zeros(hidden.shape, hidden.dtype), pages))
+        hidden, pages = once_if(~in_prompt, decode, carry)
         least_free = jnp.minimum(state.least_free, table.num_free)
         state = dataclasses.replace(state, table=table, pages=pages, least_free=least_free)
-        state = _append(state, logits, (num_tokens > 0) & (table.lengths == state.num_tokens))
+        state = _append(state, model.logits(hidden), (num_tokens > 0) & (table.lengths == state.num_tokens))
         return _end_rows(state, ~grant.granted)
 
-    def advance(step, wanted, carry: tuple[Array, Generation]) -> tuple[Array, Generation]:
-        return lax.while_loop(
-            lambda carry: (carry[0] < num_steps) & jnp.any(wanted(carry[1])),
-            lambda carry: (carry[0] + 1, step(carry[1])),
-            carry,
-        )
-
-    carry = advance(chunk_step, in_prompt, (jnp.zeros((), jnp.int32), state))
-    return advance(decode_step, lambda state: state.status == _RUNNING, carry)[1]
+    return lax.while_loop(
+        lambda carry: (carry[0] < num_steps) & jnp.any(carry[1].status == _RUNNING),
+        lambda carry: (carry[0] + 1, step(carry[1])),
+        (jnp.zeros((), jnp.int32), state),
+    )[1]
 
 
 def _append(state: Generation, logits: Float[Array, "rows vocab"], ready: Array) -> Generation:
@@ -310,7 +304,7 @@ def _end_rows(state: Generation, refused: Array) -> Generation:
 
 
 def enough_pages(max_tokens: Sequence[int] | np.ndarray, page_size: int) -> int:
-    """The pool that `start` makes by itself: pages for all rows at full length, rounded up to a power of two."""
+    """The pool that `start` makes by itself: for all rows at full length, rounded up to a power of two."""
     return _power_of_two(int(np.sum(-(-np.asarray(max_tokens) // page_size))))
 
 
