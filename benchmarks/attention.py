@@ -86,24 +86,40 @@ def main() -> None:
     seconds = time_in_turns(runs | {"read": read}, options.rounds)
     bandwidth = read.bytes_per_second(seconds["read"])
 
-    rows = []
+    results = []
     for batch, lengths in batches.items():
-        live_bytes = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 4 * 2
-        row = {"ms": batch, "tokens": int(lengths.sum()), "floor": live_bytes / bandwidth * 1e3}
-        row |= {name: seconds[name, batch] * 1e3 for name in implementations}
-        row["paged / token-m."] = seconds["paged", batch] / seconds["token-major", batch]
-        row["paged / head-m."] = seconds["paged", batch] / seconds["head-major", batch]
-        rows.append(row)
+        tokens = int(lengths.sum())
+        milliseconds = {name: seconds[name, batch] * 1e3 for name in implementations}
+        results.append(
+            {
+                "batch": batch,
+                "tokens": tokens,
+                "floor_ms": tokens * KV_HEADS * HEAD_DIM * 4 * 2 / bandwidth * 1e3,
+                "ms": milliseconds,
+                "paged_to_token_major": milliseconds["paged"] / milliseconds["token-major"],
+                "paged_to_head_major": milliseconds["paged"] / milliseconds["head-major"],
+            }
+        )
     report(
         options,
         {
             "benchmark": "attention",
             "read_bandwidth": bandwidth,
-            "results": rows,
+            "results": results,
             "temporary_bytes": memory.temp_size_in_bytes,
             "temporary_share_of_pool": temporary_share,
         },
-        rows,
+        [
+            {
+                "ms": result["batch"],
+                "tokens": result["tokens"],
+                "floor": result["floor_ms"],
+                **result["ms"],
+                "paged / token-m.": result["paged_to_token_major"],
+                "paged / head-m.": result["paged_to_head_major"],
+            }
+            for result in results
+        ],
         [
             "token-major and head-major: contiguous caches over the full width",
             "wanted of paged / token-major: at most 0.8 when full, 0.2 when mixed",
