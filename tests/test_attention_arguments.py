@@ -67,6 +67,7 @@ FLOATS = jnp.ones((7, 2, 4))
             {"lengths": jnp.array([5, 13])},
             "lengths must lie in [0, max_pages_per_row * page_size = 12].*[5, 13]",
         ),
+        ({"scale": jnp.ones(4)}, "scale must be one number.*(4,)"),
         ({"sliding_window": 0}, "sliding_window.*at least 1.*sliding_window=0"),
         ({"sliding_window": -1}, "sliding_window.*at least 1.*sliding_window=-1"),
         ({"sliding_window": 4.0}, "sliding_window.*integer.*sliding_window=4.0"),
@@ -128,6 +129,9 @@ def test_b76_a_length_that_the_table_cannot_hold(implementation: str):
     output, lse = attention(*negative, return_lse=True, implementation=implementation)
     np.testing.assert_array_equal(output[:2], 0)
     np.testing.assert_array_equal(lse[:2], -np.inf)
+    decode = mean_position(paged_inputs([3, 7, 16]))
+    output = attention(*decode._replace(lengths=jnp.array([-2, 7, 16])), implementation=implementation)
+    np.testing.assert_allclose(output[:, 0, 0], [0.0, 3.0, 7.5], rtol=3e-7)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8])

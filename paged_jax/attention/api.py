@@ -101,6 +101,8 @@ def paged_attention(
     query_starts = None if query_starts is None else jnp.asarray(query_starts)
     sinks, k_scales, v_scales = (None if a is None else jnp.asarray(a) for a in (sinks, k_scales, v_scales))
     _check_arrays(q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales)
+    if scale is not None and jnp.ndim(scale) != 0:
+        raise ValueError(f"paged_attention: scale must be one number, got {jnp.shape(scale)=}")
     if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
         raise ValueError(
             "paged_attention: sliding_window counts positions, the token itself included: it must be an "
