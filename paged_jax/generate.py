@@ -10,7 +10,7 @@ device. The state goes in and comes out, so the loop can also run a few steps a 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int32
 
 from paged_jax import page_table
 from paged_jax.kv_pages import KVPages
-from paged_jax.page_table import PageTable
+from paged_jax.page_table import PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
 from paged_jax.sampling import Sampling, penalize_repetition, sample
 from paged_jax.under_jit import once_if
@@ -169,7 +169,7 @@ def start(
     prompt_lens = np.array([prompt.size for prompt in ids], np.int32)
     max_tokens = (prompt_lens + new_tokens).astype(np.int32)
     longest = int(max_tokens.max())
-    max_pages_per_row = _power_of_two(-(-longest // page_size))
+    max_pages_per_row = _power_of_two(pages_for(longest, page_size))
     if num_pages is None:
         num_pages = enough_pages(max_tokens, page_size)
     if longest - 1 > num_pages * page_size:  # the last token of a row is never stored
@@ -254,12 +254,15 @@ def _run(
         table, grant = page_table.extend(state.table, num_tokens)
         num_tokens = jnp.where(grant.granted, num_tokens, 0)
 
-        def forward(batch: RaggedBatch, carry: tuple[Array, KVPages]) -> tuple[Array, KVPages]:
+        def forward(
+            make_batch: Callable[[], RaggedBatch], carry: tuple[Array, KVPages]
+        ) -> tuple[Array, KVPages]:
+            batch = make_batch()
             hidden, pages = model(state.tokens[batch.rows, batch.positions], carry[1], batch)
             return hidden[batch.last_tokens], pages
 
-        chunk = partial(forward, RaggedBatch.packed(table, num_tokens, state.chunk))
-        decode = partial(forward, RaggedBatch.decode(table, num_tokens > 0))
+        chunk = partial(forward, lambda: RaggedBatch.packed(table, num_tokens, state.chunk))
+        decode = partial(forward, lambda: RaggedBatch.decode(table, num_tokens > 0))
         pages = state.pages.copy(grant.copies)
         # One of the two runs. Not under lax.cond, which would copy the pages.
         hidden = jax.eval_shape(decode, (None, pages))[0]
@@ -305,7 +308,7 @@ def _end_rows(state: Generation, refused: Array) -> Generation:
 
 def enough_pages(max_tokens: Sequence[int] | np.ndarray, page_size: int) -> int:
     """The pool that `start` makes by itself: for all rows at full length, rounded up to a power of two."""
-    return _power_of_two(int(np.sum(-(-np.asarray(max_tokens) // page_size))))
+    return _power_of_two(int(np.sum(pages_for(np.asarray(max_tokens), page_size))))
 
 
 def _power_of_two(n: int) -> int:

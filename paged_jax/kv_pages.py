@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32
 
 from paged_jax.page_table import NO_PAGE
-from paged_jax.under_jit import as_int32, once_if, or_nowhere
+from paged_jax.under_jit import as_int32, check_sizes, once_if, or_nowhere
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +45,14 @@ class KVPages:
             ValueError: if a size is not a positive integer, or the dtype is not a floating one.
         """
         shape = (num_pages, num_kv_heads, page_size, head_dim)
-        names = ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
-        for name, size in zip(names, (num_layers, *shape), strict=True):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"KVPages.create: {name} must be a positive integer, got {name}={size!r}")
+        check_sizes(
+            "KVPages.create",
+            num_layers=num_layers,
+            num_pages=num_pages,
+            num_kv_heads=num_kv_heads,
+            page_size=page_size,
+            head_dim=head_dim,
+        )
         if dtype is None:
             dtype = default_dtype()
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -128,9 +132,8 @@ class KVPages:
         live = (first + slots < length) & (block_table[:, None] != NO_PAGE)
 
         def read(pool: Array) -> Array:
-            page = pool[jnp.maximum(block_table, 0)].swapaxes(
-                1, 2
-            )  # [max_pages, page_size, kv_heads, head_dim]
+            # [max_pages, page_size, kv_heads, head_dim]
+            page = pool[jnp.maximum(block_table, 0)].swapaxes(1, 2)
             page = jnp.where(live[:, :, None, None], page, jnp.zeros_like(page))
             return page.reshape(-1, *page.shape[2:])
 

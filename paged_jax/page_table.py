@@ -10,14 +10,17 @@ scanned and donated; its cost follows the rows and their tables, never the size 
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32
 
-from paged_jax.under_jit import as_int32, once_if, or_nowhere, require_now
+from paged_jax.under_jit import as_int32, check_sizes, once_if, or_nowhere, require_now
+
+Count = TypeVar("Count", int, np.ndarray, Array)
 
 NO_PAGE = -1
 """Fills the entries of a block table, and of any list of page ids, that name no page."""
@@ -46,15 +49,13 @@ class PageTable:
         Raises:
             ValueError: if a size is not a positive integer, or a row has room for 2**31 tokens or more.
         """
-        sizes = {
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "max_rows": max_rows,
-            "max_pages_per_row": max_pages_per_row,
-        }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"PageTable.create: {name} must be a positive integer, got {name}={size!r}")
+        check_sizes(
+            "PageTable.create",
+            num_pages=num_pages,
+            page_size=page_size,
+            max_rows=max_rows,
+            max_pages_per_row=max_pages_per_row,
+        )
         if max_pages_per_row * page_size > jnp.iinfo(jnp.int32).max:
             raise ValueError(
                 "PageTable.create: a row must have room for fewer than 2**31 tokens, "
@@ -255,14 +256,8 @@ def pin(table: PageTable, page_ids: Int[ArrayLike, " pages"]) -> PageTable:
     Raises:
         ValueError: outside jit, if a page is free. Under jit it stays free.
     """
-    page_ids = as_int32("pin", "page_ids", page_ids, (None,))
-    in_use = _in_use(table, page_ids)
-    require_now(
-        jnp.all(in_use | (page_ids == NO_PAGE)),
-        lambda: f"pin: only a page in use can be pinned, got {page_ids=!s}",
-    )
     return dataclasses.replace(
-        table, ref_counts=_hold(table.ref_counts, jnp.where(in_use, page_ids, NO_PAGE))
+        table, ref_counts=_hold(table.ref_counts, _pages_in_use("pin", table, page_ids))
     )
 
 
@@ -274,13 +269,7 @@ def unpin(table: PageTable, page_ids: Int[ArrayLike, " pages"]) -> PageTable:
     Raises:
         ValueError: outside jit, if a page is free. Under jit it stays as it is.
     """
-    page_ids = as_int32("unpin", "page_ids", page_ids, (None,))
-    in_use = _in_use(table, page_ids)
-    require_now(
-        jnp.all(in_use | (page_ids == NO_PAGE)),
-        lambda: f"unpin: only a page in use can be unpinned, got {page_ids=!s}",
-    )
-    return _drop_holds(table, jnp.where(in_use, page_ids, NO_PAGE))
+    return _drop_holds(table, _pages_in_use("unpin", table, page_ids))
 
 
 def truncate(table: PageTable, lengths: Int[ArrayLike, " rows"]) -> PageTable:
@@ -347,7 +336,7 @@ def summary(table: PageTable) -> Summary:
     )
 
 
-def pages_for(num_tokens: Int[Array, "..."], page_size: int) -> Int[Array, "..."]:
+def pages_for(num_tokens: Count, page_size: int) -> Count:
     """ceil(num_tokens / page_size): the pages of so many tokens, without the overflow of adding first."""
     return -(-num_tokens // page_size)
 
@@ -424,6 +413,17 @@ def _hold(
     ref_counts: Int32[Array, " num_pages"], page_ids: Int32[Array, "..."]
 ) -> Int32[Array, " num_pages"]:
     return ref_counts.at[or_nowhere(page_ids, ref_counts.shape[0])].add(1, mode="drop")
+
+
+def _pages_in_use(verb: str, table: PageTable, page_ids: Int[ArrayLike, " pages"]) -> Int32[Array, " pages"]:
+    """Checks the argument of `pin` and `unpin`; NO_PAGE for what is not a page in use."""
+    page_ids = as_int32(verb, "page_ids", page_ids, (None,))
+    in_use = _in_use(table, page_ids)
+    require_now(
+        jnp.all(in_use | (page_ids == NO_PAGE)),
+        lambda: f"{verb}: only a page in use can be {verb}ned, got {page_ids=!s}",
+    )
+    return jnp.where(in_use, page_ids, NO_PAGE)
 
 
 def _in_use(table: PageTable, page_ids: Int32[Array, " pages"]) -> Bool[Array, " pages"]:

@@ -32,6 +32,13 @@ def as_int32(
     return jnp.asarray(array, jnp.int32)
 
 
+def check_sizes(function: str, **sizes: int) -> None:
+    """Refuses whatever is not a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{function}: {name} must be a positive integer, got {name}={size!r}")
+
+
 def require_now(valid: Bool[Array, ""], message: Callable[[], str]) -> None:
     """Raises where the values are known; a traced call cannot, and is made to change nothing instead."""
     if not isinstance(valid, jax.core.Tracer) and not valid:

@@ -127,9 +127,8 @@ def generate(
         completions = [vars(completion) for completion in generation.completions()]
         _print_json({"completions": completions, "summary": generation.usage().as_dict()})
         return
-    console = Console(highlight=False, markup=False, emoji=False)
-    stream_text(generation, console)
-    console.print(usage_text(generation.usage()))
+    stream_text(generation, _console())
+    _print_rich(usage_text(generation.usage()))
 
 
 @app.command()
@@ -307,8 +306,12 @@ def _read_config(path: Path, dtype: str | None) -> tuple[TokenShape, int | None]
         raise ValueError(f"{path} is not a model's config: {error}") from error
 
 
+def _console() -> Console:
+    return Console(highlight=False, markup=False, emoji=False)
+
+
 def _print_rich(what: RenderableType) -> None:
-    Console(highlight=False, markup=False, emoji=False).print(what)
+    _console().print(what)
 
 
 def _print_json(value: Any) -> None:
