@@ -7,8 +7,8 @@ Plain integers, computed before anything is allocated. The one formula:
     pool            = num_pages * bytes per page + tables
     tables          = 4 * (rows * max_pages_per_row + rows + 2 * num_pages + 1)
 
-`scale_itemsize` is what quantised pages keep per (token, kv head); the tables are the block tables,
-lengths, reference counts and free stack of `PageTable`, int32 all of them.
+`scale_itemsize` is what quantised pages (int8, float8_e4m3fn) keep per (token, kv head): 4, a float32; the
+tables are the block tables, lengths, reference counts and free stack of `PageTable`, int32 all of them.
 """
 
 import math
@@ -26,7 +26,7 @@ HEADROOM = 0.05
 """Share of a memory budget that is left to a step's temporaries, which stay below 5 % of the pool."""
 
 _INT32 = 4
-_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _UNITS: dict[str, int] = {"B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -39,22 +39,22 @@ class TokenShape:
     """What one token keeps in the cache: keys and values of every layer and kv head.
 
     Attributes:
-        itemsize: bytes of one stored number; of a dtype, see the function `itemsize`.
-        scale_itemsize: bytes of a quantised page's factor per (token, kv head), in keys and values alike.
+        dtype: of the pages, by name.
 
     Raises:
-        ValueError: if a size is not a positive integer.
+        ValueError: if a size is not a positive integer, or the pages cannot have that dtype.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    itemsize: int
-    scale_itemsize: int = 0
+    dtype: str
 
     def __post_init__(self) -> None:
-        names = ("num_layers", "num_kv_heads", "head_dim", "itemsize")
+        names = ("num_layers", "num_kv_heads", "head_dim")
         _check_positive(**{name: getattr(self, name) for name in names})
+        if self.dtype not in list(_ITEMSIZES):
+            raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, got {self.dtype!r}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str | None = None) -> "TokenShape":
@@ -78,23 +78,22 @@ class TokenShape:
             config["num_hidden_layers"],
             config.get("num_key_value_heads") or config["num_attention_heads"],
             config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            itemsize(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored number."""
+        return _ITEMSIZES[self.dtype]
+
+    @property
+    def scale_itemsize(self) -> int:
+        """Bytes of a quantised page's scale per (token, kv head), in keys and values alike; else 0."""
+        return 4 if self.itemsize == 1 else 0
 
     @property
     def num_bytes(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.itemsize + self.scale_itemsize)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one number.
-
-    Raises:
-        ValueError: if the pages cannot have that dtype.
-    """
-    if dtype not in list(_ITEMSIZES):
-        raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, got {dtype!r}")
-    return _ITEMSIZES[dtype]
 
 
 def table_bytes(num_pages: int, max_rows: int, max_pages_per_row: int) -> int:
@@ -170,7 +169,7 @@ def check_memory(num_bytes: int, device: "jax.Device") -> None:
     """
     available = _reported_free_memory(device)
     if available is None and device.platform == "cpu":
-        available = _physical_memory()
+        available = physical_memory()
     if available is not None and num_bytes > available:
         raise ValueError(
             f"{format_size(num_bytes)} are wanted and the device {device} has {format_size(available)}: "
@@ -298,7 +297,8 @@ def _reported_free_memory(device: "jax.Device") -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
 
 
-def _physical_memory() -> int | None:
+def physical_memory() -> int | None:
+    """Bytes of the machine's own memory; None where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # not a POSIX system, or one that does not tell

@@ -27,7 +27,7 @@ from paged_jax import page_table
 from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
-from paged_jax.sampling import Sampling, penalize_repetition, sample
+from paged_jax.sampling import Sampling, penalize, sample
 from paged_jax.under_jit import once_if
 
 FinishReason = Literal["stop", "length", "out_of_pages"]
@@ -112,7 +112,7 @@ def generate(
         num_pages: in the pool. By default enough for all rows at full length. With fewer, whenever a
             row finds no page, the last running row ends ("out_of_pages") and gives back its own, so
             that those before it go on; the first row always finishes.
-        dtype: of the pages; see `KVPages.create`.
+        dtype: of the pages, such as jnp.bfloat16 or "int8"; see `KVPages.create`.
 
     Returns:
         One completion per prompt, in their order.
@@ -282,8 +282,7 @@ def _run(
 
 def _append(state: Generation, logits: Float[Array, "rows vocab"], ready: Array) -> Generation:
     """Samples the next token of every row whose known tokens are all in pages."""
-    held = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.num_tokens[:, None]
-    logits = penalize_repetition(logits, state.tokens, held, state.sampling.repetition_penalty)
+    logits = penalize(logits, state.sampling, state.tokens, state.prompt_lens, state.num_tokens)
     new = sample(logits, state.sampling, state.num_tokens)
     row = jnp.arange(state.tokens.shape[0], dtype=jnp.int32)
     place = jnp.where(ready, state.num_tokens, state.tokens.shape[1])

@@ -2,13 +2,17 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, Int, Int32, Shaped
 
 from paged_jax.page_table import NO_PAGE
 from paged_jax.under_jit import as_int32, check_sizes, once_if, or_nowhere
+
+_QUANTISED = ("int8", "float8_e4m3fn")
+_DTYPES = ("float64", "float32", "bfloat16", "float16", *_QUANTISED)
 
 
 @jax.tree_util.register_dataclass
@@ -18,12 +22,16 @@ class KVPages:
 
     A (page, kv head) tile is contiguous. A slot that holds no live token may contain anything.
     Donate the whole of it to a jitted step (`donate_argnums`) and its updates happen in place.
+
+    Pages of int8 and float8_e4m3fn are quantised: each token has a float32 scale per kv head, for its
+    keys and for its values, and what a page means is its numbers times their scales. `write` makes
+    both; whatever reads the pages takes the scales beside them.
     """
 
-    k_pages: tuple[Float[Array, "num_pages kv_heads page_size head_dim"], ...]  # one per layer
-    v_pages: tuple[Float[Array, "num_pages kv_heads page_size head_dim"], ...]
-    k_scales: tuple[Float[Array, "num_pages kv_heads page_size"], ...] | None = None  # of quantised pages
-    v_scales: tuple[Float[Array, "num_pages kv_heads page_size"], ...] | None = None
+    k_pages: tuple[Shaped[Array, "num_pages kv_heads page_size head_dim"], ...]  # one per layer
+    v_pages: tuple[Shaped[Array, "num_pages kv_heads page_size head_dim"], ...]
+    k_scales: tuple[Float32[Array, "num_pages kv_heads page_size"], ...] | None = None  # of quantised pages
+    v_scales: tuple[Float32[Array, "num_pages kv_heads page_size"], ...] | None = None
 
     @classmethod
     def create(
@@ -39,12 +47,13 @@ class KVPages:
 
         Args:
             dtype: of the stored keys and values. By default float32 on CPU, where bfloat16 is slow,
-                and bfloat16 elsewhere.
+                and bfloat16 elsewhere. int8 and float8_e4m3fn come with scales: a token then takes
+                head_dim + 4 bytes per kv head, twice. On CPU take int8: XLA converts the whole pool
+                for every step that touches float8.
 
         Raises:
-            ValueError: if a size is not a positive integer, or the dtype is not a floating one.
+            ValueError: if a size is not a positive integer, or pages cannot have the dtype.
         """
-        shape = (num_pages, num_kv_heads, page_size, head_dim)
         check_sizes(
             "KVPages.create",
             num_layers=num_layers,
@@ -55,14 +64,20 @@ class KVPages:
         )
         if dtype is None:
             dtype = default_dtype()
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"KVPages.create: dtype must be a floating type, got {dtype=}")
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        if name not in _DTYPES:
+            raise ValueError(f"KVPages.create: dtype must be one of {', '.join(_DTYPES)}, got {name}")
 
         # Every layer gets its own buffer: one array used twice could not be donated.
-        def pools() -> tuple[Array, ...]:
+        def pools(*shape: int, dtype: DTypeLike) -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
 
-        return cls(pools(), pools())
+        shape = (num_pages, num_kv_heads, page_size)
+        pages = partial(pools, *shape, head_dim, dtype=dtype)
+        if name not in _QUANTISED:
+            return cls(pages(), pages())
+        scales = partial(pools, *shape, dtype=jnp.float32)
+        return cls(pages(), pages(), scales(), scales())
 
     @property
     def num_layers(self) -> int:
@@ -81,6 +96,10 @@ class KVPages:
         slots: Int32[Array, " tokens"],
     ) -> "KVPages":
         """Stores one step's keys and values of a layer, cast to the dtype of the pages.
+
+        Quantised, the largest number of a token's head becomes the largest that the dtype has (127 in
+        int8, 448 in float8), and the others are rounded to nearest even. A head of zeros stays zero, and
+        one that holds NaN or infinity is read back as NaN.
 
         A token whose page id is NO_PAGE is padding and is not stored, nor is any whose page id or slot
         lies outside the pool.
@@ -103,11 +122,16 @@ class KVPages:
                     f"KVPages.write: {name} must have shape {list(shape)} for {tokens} page ids and pages of "
                     f"shape {list(self.k_pages[layer].shape)}, got {list(array.shape)}"
                 )
-        return dataclasses.replace(
-            self,
-            k_pages=_replace(self.k_pages, layer, _write(self.k_pages[layer], k, page_ids, slots)),
-            v_pages=_replace(self.v_pages, layer, _write(self.v_pages[layer], v, page_ids, slots)),
-        )
+        new = {"k_pages": k, "v_pages": v}
+        if self.k_scales is not None:
+            new["k_pages"], new["k_scales"] = quantise(k, self.k_pages[layer].dtype)
+            new["v_pages"], new["v_scales"] = quantise(v, self.v_pages[layer].dtype)
+        written = {}
+        for name, array in new.items():
+            pools = getattr(self, name)
+            pool = _write(pools[layer], array, page_ids, slots)
+            written[name] = (*pools[:layer], pool, *pools[layer + 1 :])
+        return dataclasses.replace(self, **written)
 
     def copy(self, copies: Int[ArrayLike, "copies 2"]) -> "KVPages":
         """Copies whole pages of every layer: (source, destination) pairs of page ids, NO_PAGE for none.
@@ -125,19 +149,24 @@ class KVPages:
         Float[Array, "max_tokens_per_row kv_heads head_dim"],
         Float[Array, "max_tokens_per_row kv_heads head_dim"],
     ]:
-        """A row's keys and values in the order of its tokens; zero from `length` on and in dropped pages."""
+        """A row's keys and values in the order of its tokens; zero from `length` on and in dropped pages.
+
+        In the dtype of the pages; of quantised pages what they mean, float32.
+        """
         length = as_int32("KVPages.gather", "length", length, ())
         slots = jnp.arange(self.page_size, dtype=jnp.int32)[None, :]
         first = jnp.arange(block_table.shape[0], dtype=jnp.int32)[:, None] * self.page_size
         live = (first + slots < length) & (block_table[:, None] != NO_PAGE)
 
-        def read(pool: Array) -> Array:
-            # [max_pages, page_size, kv_heads, head_dim]
-            page = pool[jnp.maximum(block_table, 0)].swapaxes(1, 2)
-            page = jnp.where(live[:, :, None, None], page, jnp.zeros_like(page))
+        def read(pools: tuple[Array, ...], scales: tuple[Array, ...] | None) -> Array:
+            page_ids = jnp.maximum(block_table, 0)
+            page = pools[layer][page_ids]  # [max_pages, kv_heads, page_size, head_dim]
+            if scales is not None:
+                page = page.astype(jnp.float32) * scales[layer][page_ids][..., None]
+            page = jnp.where(live[:, None, :, None], page, jnp.zeros_like(page)).swapaxes(1, 2)
             return page.reshape(-1, *page.shape[2:])
 
-        return read(self.k_pages[layer]), read(self.v_pages[layer])
+        return read(self.k_pages, self.k_scales), read(self.v_pages, self.v_scales)
 
 
 def default_dtype() -> DTypeLike:
@@ -156,12 +185,23 @@ def _copy(pages: KVPages, copies: Int32[Array, "copies 2"]) -> KVPages:
     return once_if(jnp.any(wanted), lambda pages: jax.tree.map(copy_pool, pages), pages)
 
 
+def quantise(
+    x: Float[Array, "tokens kv_heads head_dim"], dtype: DTypeLike
+) -> tuple[Shaped[Array, "tokens kv_heads head_dim"], Float32[Array, "tokens kv_heads"]]:
+    """Numbers of int8 or float8_e4m3fn, and their scale for each token and head: symmetric, no zero point."""
+    limit = float(jnp.finfo(dtype).max if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max)
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    # Never 0; and so large that no step, of 2**-9 scales in float8, is lost where subnormals are taken for 0.
+    scales = jnp.maximum(largest / limit, 2**10 * jnp.finfo(jnp.float32).tiny)
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+    # What the division leaves just above the limit is rounded to it, in float8 too.
+    values = x / scales[..., None]
+    return (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype), scales
+
+
 def _write(pool: Array, new: Array, page_ids: Array, slots: Array) -> Array:
-    num_pages, kv_heads, page_size, _ = pool.shape
+    num_pages, kv_heads, page_size = pool.shape[:3]
     page_ids, slots = or_nowhere(page_ids, num_pages)[:, None], or_nowhere(slots, page_size)[:, None]
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :]
     return pool.at[page_ids, heads, slots].set(new.astype(pool.dtype), mode="drop")
-
-
-def _replace(pools: tuple[Array, ...], layer: int, pool: Array) -> tuple[Array, ...]:
-    return (*pools[:layer], pool, *pools[layer + 1 :])

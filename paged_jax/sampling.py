@@ -4,13 +4,15 @@ A row's token depends on its own logits, settings, seed and position, and on not
 rows, so it is the same whoever shares the batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, UInt32
+from jaxtyping import Array, ArrayLike, Float, Int32, UInt32
 
 
 @jax.tree_util.register_dataclass
@@ -23,6 +25,8 @@ class Sampling:
     top_p: Float[Array, " rows"]  # 1: all
     min_p: Float[Array, " rows"]  # 0: all
     repetition_penalty: Float[Array, " rows"]  # 1: none
+    presence_penalty: Float[Array, " rows"]  # 0: none
+    frequency_penalty: Float[Array, " rows"]  # 0: none
     seed: UInt32[Array, " rows"]
 
     @classmethod
@@ -35,6 +39,8 @@ class Sampling:
         top_p: ArrayLike = 1.0,
         min_p: ArrayLike = 0.0,
         repetition_penalty: ArrayLike = 1.0,
+        presence_penalty: ArrayLike = 0.0,
+        frequency_penalty: ArrayLike = 0.0,
         seed: ArrayLike = 0,
     ) -> "Sampling":
         """Each setting is one number for all rows or an array of one per row; greedy by default.
@@ -48,18 +54,22 @@ class Sampling:
                 al. 2024, arXiv:2407.01082).
             repetition_penalty: positive logits of tokens that a row already holds are divided by it,
                 negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858).
+            presence_penalty: is taken off the logits of tokens that a row has written after its prompt.
+            frequency_penalty: likewise, once for every time it has written them.
             seed: rows of equal seed, settings and tokens continue equally; give rows different ones
                 to get different samples of one prompt.
 
         Raises:
             ValueError: for a setting outside its range or of a shape that is neither one nor [rows].
         """
-        ranges = {
+        ranges: dict[str, tuple[ArrayLike, Any, Callable[[Any], Any], str]] = {
             "temperature": (temperature, jnp.float32, lambda x: x >= 0, "at least 0"),
             "top_k": (top_k, jnp.int32, lambda x: (x >= 0) & (x < 2**31), "a whole number in [0, 2**31)"),
             "top_p": (top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
             "min_p": (min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
             "repetition_penalty": (repetition_penalty, jnp.float32, lambda x: x > 0, "greater than 0"),
+            "presence_penalty": (presence_penalty, jnp.float32, np.isfinite, "finite"),
+            "frequency_penalty": (frequency_penalty, jnp.float32, np.isfinite, "finite"),
             "seed": (seed, jnp.uint32, lambda x: (x >= 0) & (x < 2**32), "a whole number in [0, 2**32)"),
         }
         fields = {}
@@ -110,22 +120,42 @@ def sample(
     return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda _: greedy, logits)
 
 
-def penalize_repetition(
+def penalize(
     logits: Float[Array, "rows vocab"],
+    sampling: Sampling,
     tokens: Int32[Array, "rows max_tokens"],
-    held: Bool[Array, "rows max_tokens"],
-    penalty: Float[Array, " rows"],
+    prompt_lens: Int32[Array, " rows"],
+    num_tokens: Int32[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Makes the tokens that a row holds (`held`) less likely; see `Sampling.create`."""
+    """Makes the tokens that a row holds less likely, or more; see `Sampling.create`.
 
-    def penalize(logits: Array) -> Array:
-        rows, vocab = logits.shape
-        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    Args:
+        tokens: of each row, the prompt first; `num_tokens` of them count.
+    """
+    rows, vocab = logits.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    held = index < num_tokens[:, None]
+
+    def repetition(logits: Array) -> Array:
         seen = jnp.zeros((rows, vocab), bool).at[row, jnp.where(held, tokens, vocab)].set(True, mode="drop")
-        by = penalty[:, None].astype(logits.dtype)
+        by = sampling.repetition_penalty[:, None].astype(logits.dtype)
         return jnp.where(seen, jnp.where(logits > 0, logits / by, logits * by), logits)
 
-    return lax.cond(jnp.any(penalty != 1), penalize, lambda logits: logits, logits)
+    def presence_and_frequency(logits: Array) -> Array:
+        written = jnp.where(held & (index >= prompt_lens[:, None]), tokens, vocab)
+        counts = jnp.zeros((rows, vocab), logits.dtype).at[row, written].add(1, mode="drop")
+        presence = sampling.presence_penalty[:, None].astype(logits.dtype)
+        frequency = sampling.frequency_penalty[:, None].astype(logits.dtype)
+        return logits - jnp.where(counts > 0, presence, 0) - frequency * counts
+
+    logits = lax.cond(jnp.any(sampling.repetition_penalty != 1), repetition, lambda logits: logits, logits)
+    return lax.cond(
+        jnp.any((sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)),
+        presence_and_frequency,
+        lambda logits: logits,
+        logits,
+    )
 
 
 def _keep_top(logits: Array, top_k: Array, top_p: Array) -> Array:

@@ -1,6 +1,5 @@
 """The memory arithmetic against the bytes of real arrays and against the course's exercises."""
 
-import dataclasses
 import gc
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from paged_jax.capacity import (
     TokenShape,
     check_memory,
     format_size,
-    itemsize,
     memory_budget,
     pages_in_budget,
     parse_size,
@@ -53,7 +51,7 @@ def real_bytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("layers", "pages", "heads", "page_size", "head_dim", "rows", "width"),
     [(1, 1, 1, 1, 1, 1, 1), (2, 5, 3, 4, 8, 3, 7), (3, 16, 1, 16, 64, 5, 2)],
@@ -61,18 +59,9 @@ def real_bytes(tree) -> int:
 def test_formula_is_the_bytes_of_the_arrays(dtype, layers, pages, heads, page_size, head_dim, rows, width):
     kv = KVPages.create(layers, pages, heads, page_size, head_dim, jnp.dtype(dtype))
     table = PageTable.create(pages, page_size, rows, width)
-    token = TokenShape(layers, heads, head_dim, itemsize(dtype)).num_bytes
+    token = TokenShape(layers, heads, head_dim, dtype).num_bytes
     assert table_bytes(pages, rows, width) == real_bytes(table)
     assert pool_bytes(token, pages, page_size, rows, width) == real_bytes((kv, table))
-
-
-def test_formula_counts_the_scales_of_quantised_pages():
-    layers, pages, heads, page_size, head_dim = 2, 3, 2, 4, 8
-    kv = KVPages.create(layers, pages, heads, page_size, head_dim, jnp.float8_e4m3fn)
-    scales = tuple(jnp.ones((pages, heads, page_size), jnp.float32) for _ in range(layers))
-    kv = dataclasses.replace(kv, k_scales=scales, v_scales=scales)
-    token = TokenShape(layers, heads, head_dim, itemsize=1, scale_itemsize=4).num_bytes
-    assert pages * page_size * token == real_bytes(kv)
 
 
 def test_exercise_1_three_quarters_of_a_reservation_are_wasted():
@@ -160,7 +149,7 @@ def test_b75_half_of_the_device_fits_with_headroom():
     device = Device(memory=8 * MiB, in_use=2 * MiB)
     budget = memory_budget(0.5, device)
     assert budget == 3 * MiB
-    shape = TokenShape(num_layers=2, num_kv_heads=2, head_dim=32, itemsize=4)
+    shape = TokenShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32")
     num_pages = pages_in_budget(budget, shape.num_bytes, page_size=16, max_rows=4, max_pages_per_row=8)
 
     state = KVPages.create(2, num_pages, 2, 16, 32, jnp.float32), PageTable.create(num_pages, 16, 4, 8)
@@ -222,6 +211,7 @@ def test_b75_five_pools_leave_nothing_behind():
     [
         (LLAMA_3_8B, None, 128 * KiB),
         (LLAMA_3_8B, "float32", 256 * KiB),
+        (LLAMA_3_8B, "int8", 66 * KiB),  # 128 + 4 bytes per head, of keys and of values
         (LLAMA_3_8B | {"torch_dtype": None}, None, 128 * KiB),
         (LLAMA_3_8B | {"dtype": "float32"}, None, 256 * KiB),
         (LLAMA_3_8B | {"num_key_value_heads": None}, None, 512 * KiB),

@@ -69,6 +69,9 @@ def test_plan_of_a_model(tmp_path):
     assert from_numbers == run_json("plan --mean-length 500 --pool 32GiB --config", str(config))
     assert from_numbers == run_json("plan --mean-length 500 --pool 32GiB --config", str(tmp_path))
     assert run_json(f"{numbers} --dtype float32")["bytes_per_token"] == 256 * 1024
+    assert run_json(f"{numbers} --dtype int8")["bytes_per_token"] == 66 * 1024
+    text = run(f"{numbers} --dtype int8").stdout
+    assert "2 x 32 layers x 8 kv heads x (128 x 1 + 4) bytes = 66 KiB per token" in text
     text = run("plan --mean-length 500 --config", str(config)).stdout
     assert "2 x 32 layers x 8 kv heads x 128 x 2 bytes = 128 KiB per token" in text
 

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paged_jax.cli import text
 from paged_jax.cli.app import app
 from paged_jax.cli.stream import stream_text, usage_text
 from paged_jax.cli.text import TextGeneration
+from paged_jax.engine import SamplingParams
+from paged_jax.engine.core import EngineCore
 from paged_jax.generate import generate
 from paged_jax.models import load
-from paged_jax.sampling import Sampling
 
 TINY = Path(__file__).parent / "golden" / "tiny_llama3"
 STORY = "Once upon a time, there was a little"
@@ -46,8 +46,7 @@ def run_json(*arguments):
 
 
 def text_generation(tiny, prompts, max_new_tokens=8, **options):
-    sampling = Sampling.create(len(prompts))
-    return TextGeneration(tiny, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **options)
+    return TextGeneration(tiny, prompts, SamplingParams(max_tokens=max_new_tokens), **options)
 
 
 def test_json_is_what_generate_gives(tiny):
@@ -89,14 +88,24 @@ def test_a_row_does_not_depend_on_the_others():
     assert together[1] == alone
 
 
-def test_pages_that_run_out_are_told():
-    options = ("--model", TINY, "--max-tokens", 24, "--page-size", 4)
-    found = run_json("--prompt", "abcdefgh", "--prompt", "hgfedcba", "--pages", 12, *options)
-    reasons = [row["finish_reason"] for row in found["completions"]]
-    assert reasons[0] != "out_of_pages"
-    assert reasons[1] == "out_of_pages"
-    printed = run("--prompt", "abcdefgh", "--prompt", "hgfedcba", "--pages", 12, *options).stdout
-    assert "no page left for this row" in printed
+def test_a_tight_pool_changes_nothing_but_the_order():
+    options = (
+        "--prompt",
+        "abcdefgh",
+        "--prompt",
+        "hgfedcba",
+        "--model",
+        TINY,
+        "--max-tokens",
+        24,
+        "--page-size",
+        4,
+    )
+    roomy = run_json(*options)
+    assert roomy["summary"]["peak_pages"] > 12
+    tight = run_json(*options, "--pages", 12)
+    assert tight["completions"] == roomy["completions"]
+    assert tight["summary"]["peak_pages"] <= tight["summary"]["num_pages"] == 12
 
 
 def test_pool_of_a_memory_budget():
@@ -148,16 +157,16 @@ def test_new_tokens_end_with_the_context(tiny):
 
 
 def test_interrupt_keeps_what_is_written(monkeypatch):
-    steps = text.run
-    calls = []
+    visit = EngineCore.visit
+    visits = []
 
-    def interrupted(model, state, num_steps):
-        calls.append(num_steps)
-        if len(calls) == 3:
+    def interrupted(self):
+        visits.append(self)
+        if len(visits) == 3:
             raise KeyboardInterrupt
-        return steps(model, state, num_steps)
+        visit(self)
 
-    monkeypatch.setattr(text, "run", interrupted)
+    monkeypatch.setattr(EngineCore, "visit", interrupted)
     result = run("--model", TINY, "--prompt", "The quick", "--prompt", "a", "--max-tokens", 40)
     assert result.exit_code == 130
     assert "The quick" in result.stdout

@@ -15,7 +15,7 @@ from tiny import NO_STOPS, VOCAB, forward, greedy, random_prompts, tiny_llama
 import paged_jax.generate as generate_module
 from paged_jax.generate import Completion, Generation, completions, finished, generate, run, start
 from paged_jax.models import load
-from paged_jax.sampling import Sampling, penalize_repetition, sample
+from paged_jax.sampling import Sampling, penalize, sample
 from paged_jax.testing import check_page_table
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -230,12 +230,12 @@ class TestSampledRows:
     def test_equals_sampling_from_recomputed_logits(self):
         """The draw belongs to the position of the new token, the penalty to all tokens before it."""
         settings = {"temperature": 1.2, "top_k": 20, "repetition_penalty": 1.3, "seed": 5}
+        settings |= {"presence_penalty": 0.4, "frequency_penalty": 0.3}
         sampling = Sampling.create(1, **settings)
 
         @jax.jit
-        def choose(logits, tokens, length):
-            held = jnp.arange(tokens.shape[1])[None, :] < length[:, None]
-            logits = penalize_repetition(logits, tokens, held, sampling.repetition_penalty)
+        def choose(logits, tokens, prompt_length, length):
+            logits = penalize(logits, sampling, tokens, prompt_length, length)
             return sample(logits, sampling, length)
 
         expected = []
@@ -244,7 +244,8 @@ class TestSampledRows:
             ids[0, : len(prompt)] = prompt
             for length in range(len(prompt), len(prompt) + NEW):
                 logits = forward(tiny_llama(), ids[0, :length].tolist())[-1:].astype(np.float32)
-                ids[0, length] = choose(logits, ids, np.array([length], np.int32))[0]
+                lengths = (np.array([len(prompt)], np.int32), np.array([length], np.int32))
+                ids[0, length] = choose(logits, ids, *lengths)[0]
             expected.append(tuple(ids[0, len(prompt) : len(prompt) + NEW].tolist()))
         assert texts(self.run(**{name: [value] * 3 for name, value in settings.items()})) == expected
 

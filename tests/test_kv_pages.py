@@ -1,6 +1,5 @@
 """The pool keeps what was written, touches nothing else, and is never copied."""
 
-import dataclasses
 import re
 import warnings
 
@@ -21,14 +20,11 @@ LAYERS, PAGES, HEADS, PAGE_SIZE, HEAD_DIM = 2, 8, 2, 4, 3
 gather = jax.jit(KVPages.gather, static_argnums=1)
 
 
-def pools(dtype=jnp.float32, seed: int = 0, scales: bool = False) -> KVPages:
+def pools(dtype=jnp.float32, seed: int = 0) -> KVPages:
     """Pools in which every number is different."""
     rng = np.random.default_rng(seed)
     kv = KVPages.create(LAYERS, PAGES, HEADS, PAGE_SIZE, HEAD_DIM, dtype)
-    if scales:
-        empty = tuple(jnp.zeros((PAGES, HEADS, PAGE_SIZE)) for _ in range(LAYERS))
-        kv = dataclasses.replace(kv, k_scales=empty, v_scales=empty)
-    return jax.tree.map(lambda pool: jnp.asarray(rng.normal(size=pool.shape), pool.dtype), kv)
+    return jax.tree.map(lambda pool: jnp.asarray(30 * rng.normal(size=pool.shape)).astype(pool.dtype), kv)
 
 
 def new(tokens: int, dtype=jnp.float32, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -120,9 +116,10 @@ def test_padding_is_not_stored():
     chex.assert_trees_all_equal(pools().write(0, k, v, ids(), ids()), pools())
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_copy_moves_whole_pages_of_every_layer_with_their_scales(scales):
-    kv = pools(scales=scales)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_copy_moves_whole_pages_of_every_layer_with_their_scales(dtype):
+    kv = pools(dtype)
+    assert len(jax.tree.leaves(kv)) == (2 if dtype == "float32" else 4) * LAYERS
     copied = jax.jit(KVPages.copy)(kv, ids(NO_PAGE, NO_PAGE, 0, 7, 0, 1, 5, 6).reshape(4, 2))
     for old, pool in zip(jax.tree.leaves(kv), jax.tree.leaves(copied), strict=True):
         chex.assert_trees_all_equal(pool, old.at[ids(7, 1, 6)].set(old[ids(0, 0, 5)]))
@@ -188,9 +185,12 @@ def test_sizes_are_positive_integers(size, value):
         KVPages.create(**sizes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, bool])
-def test_a_dtype_that_is_not_floating_raises(dtype):
-    with pytest.raises(ValueError, match="dtype must be a floating type"):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(bool, "bool"), (jnp.int32, "int32"), (jnp.float8_e5m2, "float8_e5m2"), ("int7", "int7")],
+)
+def test_a_dtype_that_pages_cannot_have_raises(dtype, name):
+    with pytest.raises(ValueError, match=f"dtype must be one of .*, int8, float8_e4m3fn, got {name}$"):
         KVPages.create(1, 1, 1, 1, 1, dtype)
 
 
@@ -226,13 +226,15 @@ def decode_loop(*state) -> State:
     return lax.scan(step, state, length=16)[0]
 
 
+# Not float8: on CPU XLA converts the whole pool.
+@pytest.mark.parametrize(("dtype", "num_pages"), [("float32", 1024), ("int8", 4096)])
 @pytest.mark.parametrize("step", [write_one_token, decode_step, decode_loop])
-def test_b72_a_donated_pool_of_256_mb_is_updated_in_place(step):
+def test_b72_a_donated_pool_of_256_mb_is_updated_in_place(step, dtype, num_pages):
     table, kv = jax.eval_shape(
-        lambda: (PageTable.create(1024, 16, 8, 32), KVPages.create(4, 1024, 8, 16, 64))
+        lambda: (PageTable.create(num_pages, 16, 8, 32), KVPages.create(4, num_pages, 8, 16, 64, dtype))
     )
     pool_bytes = sum(pool.size * pool.dtype.itemsize for pool in jax.tree.leaves(kv))
-    assert pool_bytes == 256 * 2**20
+    assert pool_bytes >= 256 * 2**20
     x = jax.ShapeDtypeStruct((8, 8, 64), jnp.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "Some donated buffers were not usable"
@@ -241,11 +243,12 @@ def test_b72_a_donated_pool_of_256_mb_is_updated_in_place(step):
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes
 
 
-@pytest.mark.parametrize("create", [KVPages.create, jax.jit(KVPages.create, static_argnums=range(5))])
-def test_b73_no_buffer_is_used_twice(create):
-    kv = create(3, 4, 1, 4, 2)
+@pytest.mark.parametrize("create", [KVPages.create, jax.jit(KVPages.create, static_argnums=range(6))])
+@pytest.mark.parametrize(("dtype", "num_buffers"), [(None, 6), ("int8", 12)])
+def test_b73_no_buffer_is_used_twice(create, dtype, num_buffers):
+    kv = create(3, 4, 1, 4, 2, dtype)
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kv)]
-    assert len(buffers) == 6 == len(set(buffers))
+    assert len(buffers) == num_buffers == len(set(buffers))
     assert jax.jit(lambda kv: kv, donate_argnums=0)(kv).num_layers == 3
 
 

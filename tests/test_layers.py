@@ -16,8 +16,9 @@ ORDER = """
     page_table
     kv_pages ragged_batch rotary
     attention.dtypes
-    attention.merge attention.schedule
-    attention.reference attention.xla
+    attention.merge attention.schedule attention.kernel_config attention.mosaic_compat
+    attention.tiles
+    attention.reference attention.xla attention.mosaic_hopper
     attention.api
     attention
     nnx
@@ -29,8 +30,16 @@ ORDER = """
     models.loading
     models
     generate testing
-    capacity
-    cli.plan cli.plot cli.text cli.trace
+    beam_search
+    capacity migrate
+    engine.drafts engine.metrics engine.prefix_index engine.text
+    engine.request engine.steps
+    engine.scheduler engine.snapshot
+    engine.model_runner engine.sizes
+    engine.core
+    engine.engine
+    engine
+    cli.bench cli.plan cli.plot cli.text cli.trace cli.tune
     cli.stream
     cli.app
     cli
@@ -40,17 +49,46 @@ LEVELS = {name: level for level, line in enumerate(ORDER.strip().splitlines()) f
 
 # What each may use of the outside, beyond the standard library, jax, jaxtyping and numpy.
 USERS = {
-    "flax": {"nnx", "linen", "models.llama", "models.loading", "generate"},
+    "flax": {
+        "nnx",
+        "linen",
+        "models.llama",
+        "models.loading",
+        "generate",
+        "beam_search",
+        "engine.steps",
+        "engine.model_runner",
+    },
     "gguf": {"models.gguf_checkpoint"},
     "safetensors": {"models.checkpoint"},
     "ml_dtypes": {"models.checkpoint"},
     "tokenizers": {"models.checkpoint", "models.tokenizer"},
     "jinja2": {"models.tokenizer"},
-    "rich": {"models.loading", "cli.app", "cli.plan", "cli.stream", "cli.trace"},
+    "rich": {
+        "models.loading",
+        "engine.engine",
+        "cli.bench",
+        "cli.app",
+        "cli.plan",
+        "cli.stream",
+        "cli.trace",
+        "cli.tune",
+    },
     "typer": {"cli.app"},
     "matplotlib": {"cli.plot"},
 }
-WITHOUT_JAX = ("models.tokenizer", "models.gguf_checkpoint", "models.checkpoint", "capacity", "cli.plan")
+WITHOUT_JAX = (
+    "engine.prefix_index",
+    "engine.request",
+    "engine.scheduler",
+    "engine.text",
+    "engine.metrics",
+    "models.tokenizer",
+    "models.gguf_checkpoint",
+    "models.checkpoint",
+    "capacity",
+    "cli.plan",
+)
 
 
 def module_name(file: Path) -> str:

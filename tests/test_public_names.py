@@ -13,12 +13,14 @@ import paged_jax
 PUBLIC = {
     "paged_jax": [
         "NO_PAGE",
+        "Engine",
         "Grant",
         "KVPages",
         "Llama3Scaling",
         "PageTable",
         "RaggedBatch",
         "RotaryEmbedding",
+        "SamplingParams",
         "Tiling",
         "merge_attention",
         "page_table",
@@ -27,15 +29,17 @@ PUBLIC = {
     ],
     "paged_jax.attention": [
         "Choice",
+        "KernelConfig",
         "Tiling",
         "merge_attention",
         "paged_attention",
         "paged_attention_implementation",
     ],
+    "paged_jax.engine": ["Completion", "Delta", "Engine", "Metrics", "RequestOutput", "SamplingParams"],
     "paged_jax.models": ["Llama", "LlamaConfig", "Loaded", "Tokenizer", "load"],
 }
 # Modules whose own public functions and classes are for users.
-FOR_USERS = ("page_table", "nnx", "linen", "sampling", "generate", "testing")
+FOR_USERS = ("page_table", "nnx", "linen", "sampling", "generate", "testing", "migrate", "beam_search")
 MODULES = sorted(info.name for info in pkgutil.walk_packages(paged_jax.__path__, "paged_jax."))
 PACKAGE = Path(paged_jax.__file__).parent
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling import Sampling, _keep_top, penalize_repetition, sample
+from paged_jax.sampling import Sampling, _keep_top, penalize, sample
 
 LOGITS = np.array([2.0, -1.0, 1.5, 0.0, 1.0, 1.0, -3.0, 0.5], np.float32)
 VOCAB, DRAWS = len(LOGITS), 4096
@@ -180,27 +180,39 @@ def test_every_seed_is_another():
     assert tokens_of(logits[:32], positions[:32], temperature=1.0, seed=2**32 - 1) == tokens[-32:]
 
 
-class TestRepetitionPenalty:
+class TestPenalties:
     ROWS = np.array([[2.0, -2.0, 0.0, 4.0, -4.0]] * 3, np.float32)
-    TOKENS = np.array([[0, 1, 1, 4], [2, 3, 0, 0], [3, 3, 99, -1]])
-    HELD = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]], bool)
+    TOKENS = np.array([[0, 1, 1, 4], [2, 3, 0, 0], [3, 3, 99, -1]], np.int32)
+    NUM_TOKENS = np.array([3, 2, 2], np.int32)
 
-    def penalized(self, penalty):
-        arguments = (self.ROWS, self.TOKENS.astype(np.int32), self.HELD, np.asarray(penalty, np.float32))
-        return np.asarray(jax.jit(penalize_repetition)(*map(jnp.asarray, arguments)))
+    def penalized(self, prompt_lens=(0, 0, 0), **settings):
+        sampling = Sampling.create(3, **settings)
+        counts = (np.array(prompt_lens, np.int32), self.NUM_TOKENS)
+        return np.asarray(jax.jit(penalize)(self.ROWS, sampling, self.TOKENS, *counts))
 
-    def test_divides_positive_and_multiplies_negative_logits_once(self):
+    def test_repetition_divides_positive_and_multiplies_negative_logits_once(self):
         expected = self.ROWS.copy()
         expected[0, [0, 1]] = [1.0, -4.0]
         expected[1, 3] = 1.0
         expected[2, 3] = 8.0  # a penalty below 1 is a reward
-        chex.assert_trees_all_equal(self.penalized([2, 4, 0.5]), expected)
+        chex.assert_trees_all_equal(self.penalized(repetition_penalty=[2, 4, 0.5]), expected)
+
+    def test_presence_counts_once_and_frequency_every_time_and_neither_the_prompt(self):
+        settings = {"presence_penalty": [0.5, 0, 0.25], "frequency_penalty": [0.125, 1, -1]}
+        expected = self.ROWS.copy()
+        expected[0, [0, 1]] -= [0.625, 0.75]
+        expected[1, 3] -= 1
+        expected[2, 3] += 2 - 0.25
+        chex.assert_trees_all_equal(self.penalized((0, 1, 0), **settings), expected)
+        expected[0] = self.ROWS[0]
+        expected[0, 1] -= 0.625
+        chex.assert_trees_all_equal(self.penalized((2, 1, 0), **settings), expected)
 
     def test_none(self):
-        chex.assert_trees_all_equal(self.penalized([1, 1, 1]), self.ROWS)
-        mixed = self.penalized([1, 4, 1])
+        chex.assert_trees_all_equal(self.penalized(), self.ROWS)
+        mixed = self.penalized(repetition_penalty=[1, 4, 1], frequency_penalty=[0, 1, 0])
         chex.assert_trees_all_equal(mixed[[0, 2]], self.ROWS[[0, 2]])
-        chex.assert_trees_all_equal(mixed[1], self.penalized([2, 4, 0.5])[1])
+        assert not np.array_equal(mixed[1], self.ROWS[1])
 
 
 def test_b56_x64_draws_the_same():
@@ -236,6 +248,8 @@ def test_logits_of_fewer_bits():
         {"min_p": 2},
         {"repetition_penalty": 0},
         {"repetition_penalty": -1},
+        {"presence_penalty": np.nan},
+        {"frequency_penalty": np.inf},
         {"seed": -1},
         {"seed": 2**32},
         {"seed": 2**70},

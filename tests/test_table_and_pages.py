@@ -21,11 +21,13 @@ PAGE_SIZE, SIZE = 4, 16
 State = tuple[PageTable, KVPages]
 
 
-def create(num_pages: int, max_rows: int, max_pages_per_row: int = 4) -> State:
-    """Pages full of NaN: whatever is read without having been written shows."""
-    kv = KVPages.create(1, num_pages, 1, PAGE_SIZE, 1)
+def create(num_pages: int, max_rows: int, max_pages_per_row: int = 4, dtype: str = "float32") -> State:
+    """Pages, or their scales, full of NaN: whatever is read without having been written shows."""
+    kv = KVPages.create(1, num_pages, 1, PAGE_SIZE, 1, dtype)
     table = PageTable.create(num_pages, PAGE_SIZE, max_rows, max_pages_per_row)
-    return table, jax.tree.map(lambda pool: pool * jnp.nan, kv)
+    return table, jax.tree.map(
+        lambda pool: pool * jnp.nan if jnp.issubdtype(pool.dtype, jnp.floating) else pool, kv
+    )
 
 
 @jax.jit
@@ -54,7 +56,10 @@ def contents(state: State) -> list[list[float]]:
     for block_table, length in zip(table.block_tables, table.lengths.tolist(), strict=True):
         k, v = gather(kv, 0, block_table, length)
         assert (k == -v).all()
-        rows.append(k[:length, 0, 0].tolist())
+        numbers = k[:length, 0, 0]
+        whole = jnp.round(numbers)
+        np.testing.assert_allclose(numbers, whole, rtol=2**-23)  # quantised, they come back as good as that
+        rows.append(whole.tolist())
     return rows
 
 
@@ -94,9 +99,11 @@ def test_rows_that_share_pages_read_their_own_tokens(seed, num_pages):
         check_page_table(state[0], pins=[])
 
 
-def test_b16_children_of_a_fork_write_pages_of_their_own():
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_b16_children_of_a_fork_write_pages_of_their_own(dtype):
+    """Quantised, a head of one number has all that it knows in its scale: that is copied too."""
     prompt = [1, 2, 3, 4, 5, 6]
-    (table, kv), _ = append(create(24, 7), {0: prompt})
+    (table, kv), _ = append(create(24, 7, dtype=dtype), {0: prompt})
     table = fork(table, np.array([-1, 0, 0, 0, -1, -1, -1]))
     state, _ = append((table, kv), {row: [10 + row] for row in range(4)})
     expected = [[*prompt, 10 + row] for row in range(4)] + [[]] * 3

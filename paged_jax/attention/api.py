@@ -1,18 +1,21 @@
 """`paged_attention`: check the arguments, choose an implementation, call it."""
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from paged_jax.attention.kernel_config import KernelConfig, Problem, problem_of, unsupported
+from paged_jax.attention.mosaic_compat import interpreted, kernel_unavailable
 from paged_jax.attention.reference import reference_attention
 from paged_jax.attention.schedule import Tiling
 from paged_jax.attention.xla import xla_attention
 
-Implementation = Literal["reference", "xla"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "xla")
+Implementation = Literal["reference", "xla", "mosaic_hopper"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "xla", "mosaic_hopper")
 
 
 class Choice(NamedTuple):
@@ -22,21 +25,40 @@ class Choice(NamedTuple):
     reason: str
 
 
-def paged_attention_implementation(implementation: Implementation | None = None) -> Choice:
+def paged_attention_implementation(
+    implementation: Implementation | None = None, problem: Problem | None = None
+) -> Choice:
     """Which implementation `paged_attention` runs here, and why.
+
+    Args:
+        implementation: as in `paged_attention`.
+        problem: what the shapes and dtypes of a call say (`problem_of` its arguments). None: any that the
+            kernels take.
 
     Raises:
         ValueError: if there is no implementation of that name.
+        NotImplementedError: if the one that is asked for by name cannot run here, or not on such arguments.
     """
-    if implementation is None:
-        backend = jax.default_backend()
-        return Choice("xla", f"portable; there is no kernel written for the backend {backend!r}")
-    if implementation not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged_attention: {implementation=} is not known; use None to choose, "
             f"or one of {list(IMPLEMENTATIONS)}"
         )
-    return Choice(implementation, "asked for by name")
+    if implementation in ("reference", "xla"):
+        return Choice(implementation, "asked for by name")
+    obstacle = kernel_unavailable() or (None if problem is None else unsupported(problem))
+    if implementation == "mosaic_hopper":
+        if obstacle is not None:
+            raise NotImplementedError(
+                f"paged_attention: the kernel mosaic_hopper cannot run this: {obstacle}; "
+                "use implementation=None to choose one that can"
+            )
+        return Choice(implementation, "asked for by name")
+    if obstacle is not None:
+        return Choice("xla", f"portable; the kernel mosaic_hopper is not taken: {obstacle}")
+    if interpreted():
+        return Choice("xla", "portable; the kernel mosaic_hopper would be interpreted here")
+    return Choice("mosaic_hopper", "the kernel for this GPU")
 
 
 def paged_attention(
@@ -55,7 +77,7 @@ def paged_attention(
     v_scales: Float[Array, "num_pages kv_heads page_size"] | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
-    tiling: Tiling | None = None,
+    tiling: Tiling | KernelConfig | None = None,
 ) -> (
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
@@ -81,9 +103,10 @@ def paged_attention(
         sinks: per head a logit that takes part in the softmax and has no value.
         k_scales, v_scales: factors of quantised pages, per slot and kv head.
         return_lse: also return the natural log-sum-exp of each token's scores, sinks included.
-        implementation: "xla", "reference", or None for the best one that works here (see
+        implementation: "mosaic_hopper", "xla", "reference", or None for the best one that works here (see
             `paged_attention_implementation`).
-        tiling: sizes of the pieces of work, for the implementation "xla". None: chosen from the shapes.
+        tiling: sizes of the pieces of work: a `Tiling` for the implementation "xla", a `KernelConfig` for
+            "mosaic_hopper"; either also chooses its implementation. None: chosen from the shapes.
 
     Returns:
         The output in the dtype of `q`, and with `return_lse` the log-sum-exp in float32 or wider. A
@@ -95,6 +118,8 @@ def paged_attention(
     Raises:
         ValueError: for arguments that do not fit together; outside jit also for lengths that are
             negative or longer than the table.
+        NotImplementedError: if the implementation that is asked for by name cannot run here, or not on
+            such arguments.
     """
     q, k_pages, v_pages = jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages)
     block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
@@ -113,9 +138,17 @@ def paged_attention(
             "paged_attention: logits_soft_cap must be positive and finite, or None for none; "
             f"got {logits_soft_cap=}"
         )
-    choice = paged_attention_implementation(implementation)
-    if tiling is not None and choice.name != "xla":
-        raise ValueError(f'paged_attention: tiling belongs to implementation="xla", got {implementation=}')
+    if implementation is None and tiling is not None:
+        implementation = "xla" if isinstance(tiling, Tiling) else "mosaic_hopper"
+    choice = paged_attention_implementation(
+        implementation, problem_of(q, k_pages, block_tables, query_starts, k_scales)
+    )
+    run, sizes = _implementation(choice.name)
+    if tiling is not None and type(tiling) is not sizes:
+        raise ValueError(
+            'paged_attention: tiling belongs to implementation="xla" as a Tiling, to "mosaic_hopper" as a '
+            f"KernelConfig; got {implementation=}, {tiling=}"
+        )
 
     block_tables, lengths = block_tables.astype(jnp.int32), _saturate(lengths)
     query_starts = None if query_starts is None else query_starts.astype(jnp.int32)
@@ -125,8 +158,7 @@ def paged_attention(
         sliding_window = min(sliding_window, capacity)  # so that it fits an int32
     _check_lengths(q.shape[0], lengths, query_starts, capacity)
     lengths = jnp.where(too_long, 0, jnp.maximum(lengths, 0))
-    options = {"tiling": tiling} if choice.name == "xla" else {}
-    run = xla_attention if choice.name == "xla" else reference_attention
+    options = {} if sizes is None else {"tiling": tiling}
     output, lse = run(
         q,
         k_pages,
@@ -146,6 +178,16 @@ def paged_attention(
     lost = _of_rows(too_long, q.shape[0], query_starts)
     output = jnp.where(lost[:, None, None], jnp.nan, output).astype(q.dtype)
     return (output, jnp.where(lost[:, None], jnp.nan, lse)) if return_lse else output
+
+
+def _implementation(name: Implementation) -> tuple[Callable, type | None]:
+    """The function, and the type of its `tiling`."""
+    if name == "mosaic_hopper":
+        # Only here: older versions of jax cannot import it.
+        from paged_jax.attention.mosaic_hopper import mosaic_hopper_attention
+
+        return mosaic_hopper_attention, KernelConfig
+    return (xla_attention, Tiling) if name == "xla" else (reference_attention, None)
 
 
 def _of_rows(flags: Array, num_tokens: int, query_starts: Array | None) -> Array:

@@ -5,6 +5,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -14,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from typer.core import TyperGroup
 
-from paged_jax.capacity import Plan, TokenShape, format_size, itemsize, parse_size
+from paged_jax.capacity import Plan, TokenShape, format_size, parse_size
 
 Parsed = TypeVar("Parsed")
 
@@ -98,11 +100,11 @@ def generate(
 
     from paged_jax.cli.stream import stream_text, usage_text
     from paged_jax.cli.text import TextGeneration
+    from paged_jax.engine import SamplingParams
     from paged_jax.models import load
-    from paged_jax.sampling import Sampling
 
-    sampling = Sampling.create(
-        len(prompt),
+    params = SamplingParams(
+        max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -113,9 +115,8 @@ def generate(
     generation = TextGeneration(
         load(model, progress=sys.stderr.isatty() and not as_json),
         prompt,
+        params,
         chat=chat,
-        max_new_tokens=max_tokens,
-        sampling=sampling,
         page_size=page_size,
         num_pages=pages,
         pool_bytes=pool_size,
@@ -129,6 +130,100 @@ def generate(
         return
     stream_text(generation, _console())
     _print_rich(usage_text(generation.usage()))
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Option(metavar="NAME|PATH", help="smollm2-135m, a Hugging Face folder, or a .gguf file.")
+    ] = "smollm2-135m",
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="All there at the start.")] = 16,
+    prompt_tokens: Annotated[str, typer.Option(metavar="N,N", help="Tokens of a prompt, from to.")] = "8,256",
+    new_tokens: Annotated[str, typer.Option(metavar="N,N", help="New tokens, from to.")] = "16,128",
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Requests that run at once.")] = 16,
+    page_size: PageSize = 16,
+    pages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="In the pool. Default: enough.")
+    ] = None,
+    draft_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Guessed and verified in each step.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of lengths and prompts.")] = 0,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Instead, time the GPU kernel's configs on such steps.")
+    ] = False,
+    heads: Annotated[
+        str | None, typer.Option(metavar="N,N,N", help="Tune for query heads, kv heads, head_dim: 32,8,128.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve random requests from one pool of pages, and measure it."""
+    bounds = [
+        _parse(name, _bounds, text)
+        for name, text in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens))
+    ]
+    head_shape = None if heads is None else _parse("--heads", _head_shape, heads)
+    if heads is not None and not tune:
+        raise _UsageError("--heads goes with --tune")
+    _devices()
+    _cache_compilations()
+    if tune:
+        length = sum(most for _, most in bounds)
+        _tune(model, head_shape, rows, length, page_size, as_json)
+        return
+
+    from paged_jax.cli.bench import Workload, as_text, serve
+    from paged_jax.engine import Engine
+    from paged_jax.models import load
+
+    live = sys.stderr.isatty() and not as_json
+    loaded = load(model, progress=live)
+    prompts, new = bounds
+    workload = Workload.random(requests, loaded.model.vocab_size, prompts, new, seed)
+    engine = Engine(
+        loaded.model,
+        max_rows=rows,
+        max_length=min(loaded.model.max_length, workload.longest),
+        page_size=page_size,
+        num_pages=pages,
+        step_tokens=max(256, 4 * rows),
+        draft_tokens=draft_tokens,
+    )
+    engine.warmup(progress=live)
+    with Console(stderr=True).status("") if live else nullcontext() as status:
+        served = serve(engine, workload, lambda metrics: status.update(metrics.line()) if status else None)
+    if as_json:
+        _print_json(served.as_dict())
+    else:
+        _print_rich(as_text(served))
+
+
+def _tune(
+    model: str, heads: tuple[int, ...] | None, rows: int, length: int, page_size: int, as_json: bool
+) -> None:
+    from paged_jax.attention.mosaic_compat import kernel_unavailable
+
+    if (obstacle := kernel_unavailable()) is not None:
+        raise RuntimeError(f"--tune times the GPU kernel, which cannot run here: {obstacle}")
+
+    from paged_jax.cli import tune
+
+    heads = _model_heads(model) if heads is None else heads
+    found = tune.tune(tune.HeadShape(*heads), rows, length, max(256, 4 * rows), page_size)
+    if as_json:
+        _print_json({name: tune.as_dict(trials, num_bytes) for name, (num_bytes, trials) in found.items()})
+        return
+    for name, (num_bytes, trials) in found.items():
+        _print_rich(tune.as_text(f"{name}: {rows} rows of {length} tokens", trials, num_bytes))
+        _print_rich(f"paged_attention(..., tiling={tune.fastest(trials).tiling})\n")
+
+
+def _model_heads(name_or_path: str) -> tuple[int, ...]:
+    from paged_jax.models.checkpoint import open_checkpoint
+    from paged_jax.models.llama import LlamaConfig
+
+    config = LlamaConfig.from_hugging_face(open_checkpoint(name_or_path).config)
+    return config.num_heads, config.num_kv_heads, config.head_dim
 
 
 @app.command()
@@ -173,7 +268,7 @@ def plan(
         shape, longest = _read_config(config, dtype)
         max_length = max_length or longest
     elif layers and kv_heads and head_dim:
-        shape = TokenShape(layers, kv_heads, head_dim, _parse("--dtype", itemsize, dtype or "bfloat16"))
+        shape = _parse("--dtype", partial(TokenShape, layers, kv_heads, head_dim), dtype or "bfloat16")
     token_bytes = shape.num_bytes if shape else _parse("--bytes-per-token", parse_size, bytes_per_token or "")
     if max_length is None:
         raise _UsageError("give --max-length")
@@ -291,6 +386,23 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"expected whole numbers with commas between them, such as 200,600, got {text!r}"
         ) from None
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    numbers = _numbers(text)
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise ValueError(f"expected the least and the most, such as 8,256, got {text!r}")
+    return numbers[0], numbers[1]
+
+
+def _head_shape(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text)
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
+        raise ValueError(
+            "expected query heads, a divisor of them as kv heads, and head_dim, such as 32,8,128, "
+            f"got {text!r}"
+        )
+    return numbers
 
 
 def _read_config(path: Path, dtype: str | None) -> tuple[TokenShape, int | None]:

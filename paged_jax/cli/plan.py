@@ -44,7 +44,9 @@ def as_text(plan: Plan, pool: int | None = None, shape: TokenShape | None = None
     head = f"{plan.page_size} tokens x {token} = {page} per page\n"
     if shape:
         heads = f"{shape.num_layers} layers x {shape.num_kv_heads} kv heads"
-        head = f"2 x {heads} x {shape.head_dim} x {shape.itemsize} bytes = {token} per token\n{head}"
+        size = f"{shape.head_dim} x {shape.itemsize}"
+        size = f"({size} + {shape.scale_itemsize})" if shape.scale_itemsize else size
+        head = f"2 x {heads} x {size} bytes = {token} per token\n{head}"
 
     table = Table("", "reserved in full", "in pages", box=None, padding=(0, 3, 0, 0), header_style="dim")
     count = len(plan.lengths)

@@ -10,10 +10,7 @@ from rich.text import Text
 from paged_jax.capacity import format_size
 from paged_jax.cli.text import TextGeneration, Usage
 
-_ENDINGS = {
-    "out_of_pages": "[the pool had no page left for this row]",
-    None: "[interrupted]",
-}
+_ENDINGS: dict[str | None, str] = {None: "[interrupted]"}
 
 
 def stream_text(generation: TextGeneration, console: Console) -> None:

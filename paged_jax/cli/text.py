@@ -1,5 +1,6 @@
-"""Text from a loaded model: prompts are encoded, rows advance a few tokens a call, text comes out."""
+"""Text from a loaded model: prompts are encoded, the engine writes a few tokens a visit, text comes out."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.capacity import TokenShape, check_memory, pages_for, pages_in_budget
-from paged_jax.generate import Completion, Generation, completions, enough_pages, finished, run, start
+from paged_jax.engine import Engine, SamplingParams
 from paged_jax.kv_pages import default_dtype
 from paged_jax.models import Loaded, Tokenizer
-from paged_jax.sampling import Sampling
 
-_STEPS_PER_CALL = 4
+_ROWS = (1, 4, 16)
+_STEP_TOKENS = (32, 256)
+_MIN_PAGES = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Usage:
 
 
 class TextGeneration:
-    """One run over several prompts, to be iterated: every item is the new text of each row, in order.
+    """One run over several prompts, to be iterated: every item is the new text of each prompt, in order.
 
     Stopping early is fine: `completions` and `usage` tell what there is so far.
 
@@ -70,10 +72,9 @@ class TextGeneration:
         self,
         loaded: Loaded,
         prompts: Sequence[str],
+        params: SamplingParams,
         *,
-        max_new_tokens: int,
         chat: bool = False,
-        sampling: Sampling,
         page_size: int = 16,
         num_pages: int | None = None,
         pool_bytes: int | None = None,
@@ -83,88 +84,100 @@ class TextGeneration:
                 f"{loaded.name} comes without a tokenizer (tokenizer.json), so it cannot take text"
             )
         self.tokenizer = loaded.tokenizer
-        self.model = loaded.model
         self.prompts = tuple(prompts)
-        config = self.model.config
+        config = loaded.model.config
         if "" in prompts:
             raise ValueError("a prompt is empty: give it at least one character")
-        ids = [_encode(self.tokenizer, prompt, chat) for prompt in prompts]
-        for prompt, prompt_ids in zip(prompts, ids, strict=True):
+        self._ids = [_encode(self.tokenizer, prompt, chat) for prompt in prompts]
+        for prompt, prompt_ids in zip(prompts, self._ids, strict=True):
             if len(prompt_ids) >= config.max_length:
                 raise ValueError(
                     f"a prompt is longer than the model's context: {len(prompt_ids)} tokens leave no room "
                     f"for a new one in {config.max_length}; it begins with {prompt[:40]!r}"
                 )
-        limits = [min(max_new_tokens, config.max_length - len(prompt_ids)) for prompt_ids in ids]
-        max_tokens = [len(prompt_ids) + limit for prompt_ids, limit in zip(ids, limits, strict=True)]
+        limits = [min(params.max_tokens, config.max_length - len(prompt_ids)) for prompt_ids in self._ids]
+        max_tokens = [len(prompt_ids) + limit for prompt_ids, limit in zip(self._ids, limits, strict=True)]
         longest = max(max_tokens)
+        width = max(_MIN_PAGES, _power_of_two(pages_for(longest, page_size)))
         dtype = jnp.dtype(default_dtype())
-        shape = TokenShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize)
+        shape = TokenShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype.name)
+        # Few sizes, so that most prompts find their programs compiled.
+        max_rows = next(rows for rows in _ROWS if rows >= min(len(prompts), _ROWS[-1]))
+        step_tokens = next(
+            size for size in _STEP_TOKENS if size >= min(sum(map(len, self._ids)), _STEP_TOKENS[-1])
+        )
         if pool_bytes is not None:
             row_pages = pages_for(longest, page_size)
-            num_pages = pages_in_budget(pool_bytes, shape.num_bytes, page_size, len(ids), row_pages)
+            num_pages = pages_in_budget(pool_bytes, shape.num_bytes, page_size, max_rows, row_pages)
         elif num_pages is None:
-            num_pages = enough_pages(max_tokens, page_size)
+            num_pages = max(_MIN_PAGES, _power_of_two(sum(pages_for(n, page_size) for n in max_tokens)))
         check_memory(num_pages * page_size * shape.num_bytes, jax.devices()[0])
-        self._contiguous_slots = len(ids) * longest
-        self._bytes_per_token = shape.num_bytes
-        self._seconds = self._compile_seconds = 0.0
-        self.state: Generation = start(
-            self.model,
-            ids,
-            max_new_tokens=limits,
-            stop_token_ids=self.tokenizer.eos_token_ids,
-            sampling=sampling,
+        self.engine = Engine(
+            loaded.model,
+            self.tokenizer,
+            max_rows=max_rows,
+            max_length=min(config.max_length, page_size * width),
             page_size=page_size,
             num_pages=num_pages,
             dtype=dtype,
+            step_tokens=(step_tokens,),
+            steps_per_visit=4,
         )
+        self._contiguous_slots = len(prompts) * longest
+        self._context_slots = len(prompts) * config.max_length
+        self._bytes_per_token = shape.num_bytes
+        self._compile_seconds = 0.0
+        self._texts = ["" for _ in prompts]
+        self._tokens: list[tuple[int, ...]] = [() for _ in prompts]
+        self._reasons: list[str | None] = [None for _ in prompts]
+        self._rows = {
+            self.engine.submit(prompt_ids, dataclasses.replace(params, max_tokens=limit)): row
+            for row, (prompt_ids, limit) in enumerate(zip(self._ids, limits, strict=True))
+        }
 
     def compile(self) -> None:
-        """Compiles the loop, by running no step of it."""
+        """Compiles what is going to run."""
         began = time.perf_counter()
-        self.state = run(self.model, self.state, 0)
-        jax.block_until_ready(self.state)
+        self.engine.warmup(progress=False)
         self._compile_seconds = time.perf_counter() - began
 
     def __iter__(self) -> Iterator[list[str]]:
-        streams = [self.tokenizer.stream() for _ in self.prompts]
-        shown = [0] * len(self.prompts)
-        while not finished(self.state):
-            began = time.perf_counter()
-            self.state = run(self.model, self.state, _STEPS_PER_CALL)
-            jax.block_until_ready(self.state)
-            self._seconds += time.perf_counter() - began
-            pieces = []
-            for row, completion in enumerate(completions(self.state)):
-                new = completion.token_ids[shown[row] :]
-                shown[row] += len(new)
-                pieces.append("".join(streams[row].push(token) for token in new))
+        while self.engine.has_work:
+            pieces = ["" for _ in self.prompts]
+            for delta in self.engine.step():
+                row = self._rows[delta.request_id]
+                pieces[row] += delta.text or ""
+                self._tokens[row] += delta.token_ids
+                self._reasons[row] = delta.finish_reason
+            self._texts = [text + piece for text, piece in zip(self._texts, pieces, strict=True)]
             yield pieces
-        yield [stream.flush() for stream in streams]
 
     def completions(self) -> list[TextCompletion]:
         return [
-            TextCompletion(prompt, self.tokenizer.decode(row.token_ids), row.token_ids, row.finish_reason)
-            for prompt, row in zip(self.prompts, completions(self.state), strict=True)
+            TextCompletion(*row)
+            for row in zip(self.prompts, self._texts, self._tokens, self._reasons, strict=True)
         ]
 
     def usage(self) -> Usage:
-        table = self.state.table
-        rows = completions(self.state)
-        stored = [_stored_tokens(row) for row in rows]
+        metrics = self.engine.metrics
+        page_size = self.engine.page_size
+        # A row's last token is never fed back, so its keys and values take no slot.
+        stored = [
+            len(prompt_ids) + max(0, len(tokens) - 1)
+            for prompt_ids, tokens in zip(self._ids, self._tokens, strict=True)
+        ]
         return Usage(
-            prompt_tokens=sum(len(row.prompt_ids) for row in rows),
-            new_tokens=sum(len(row.token_ids) for row in rows),
+            prompt_tokens=sum(map(len, self._ids)),
+            new_tokens=metrics.new_tokens,
             compile_seconds=self._compile_seconds,
-            seconds=self._seconds,
-            page_size=table.page_size,
-            num_pages=table.num_pages,
-            peak_pages=table.num_pages - int(self.state.least_free),
+            seconds=metrics.seconds,
+            page_size=page_size,
+            num_pages=metrics.pages,
+            peak_pages=metrics.peak_pages,
             used_slots=sum(stored),
-            wasted_slots=sum(-n % table.page_size for n in stored),
+            wasted_slots=sum(-n % page_size for n in stored),
             contiguous_slots=self._contiguous_slots,
-            context_slots=len(rows) * self.model.config.max_length,
+            context_slots=self._context_slots,
             bytes_per_token=self._bytes_per_token,
         )
 
@@ -176,6 +189,5 @@ def _encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
-def _stored_tokens(row: Completion) -> int:
-    """A row's last token is never fed back, so its keys and values take no slot."""
-    return len(row.prompt_ids) + max(0, len(row.token_ids) - 1)
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

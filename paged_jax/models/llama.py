@@ -137,6 +137,14 @@ class Llama(nnx.Module):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def max_length(self) -> int:
+        return self.config.max_length
+
+    @property
+    def sliding_window(self) -> int | None:
+        return self.config.sliding_window
+
     def __call__(
         self, tokens: Int32[Array, " tokens"], pages: KVPages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens hidden_size"], KVPages]:

@@ -1,0 +1,211 @@
+"""Visits: the host looks at what has been written, decides who runs, and sends the device off again."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.typing import DTypeLike
+
+from paged_jax.engine.metrics import Metrics
+from paged_jax.engine.model_runner import ModelRunner
+from paged_jax.engine.prefix_index import PrefixIndex
+from paged_jax.engine.request import FinishReason
+from paged_jax.engine.request import Sequence as Job
+from paged_jax.engine.scheduler import Limits, Scheduler
+from paged_jax.engine.steps import EngineModel, Form, Report
+
+
+class News(NamedTuple):
+    """What a visit has brought for one sequence."""
+
+    job: Job
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+
+
+class EngineCore:
+    """The scheduler, the device, and the metrics, without callers: no queue of requests, no threads."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        limits: Limits,
+        *,
+        num_stops: int,
+        dtype: DTypeLike | None,
+        prefix_cache: bool,
+    ):
+        self.limits = limits
+        self.scheduler = Scheduler(limits, PrefixIndex(limits.page_size) if prefix_cache else None)
+        self.metrics = Metrics(pages=limits.num_pages, pages_free=limits.num_pages)
+        self._runner = ModelRunner(
+            model,
+            self.metrics,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_rows=limits.max_rows,
+            max_pages_per_row=limits.pages_for(limits.max_length),
+            num_stops=num_stops,
+            dtype=dtype,
+        )
+        self._decode = Form(None, 0, limits.steps_per_visit)
+        self._decode_drafts = Form(None, limits.draft_tokens, limits.steps_per_visit)
+        self._num_free = limits.num_pages
+        self._short_of_pages = False  # the last run, which had drafts
+        self._news: list[News] = []
+
+    def visit(self) -> None:
+        """Lets sequences join, runs some steps, and reads what came of them: `take_news`.
+
+        After an error no token is lost: whatever ran is back in the queue, and begins again from its
+        known tokens.
+        """
+        began = time.perf_counter()
+        try:
+            self._join()
+            if self.scheduler.running:
+                self._run()
+        except BaseException:
+            self.recover()
+            raise
+        finally:
+            self.metrics.seconds += time.perf_counter() - began
+            self._gauge()
+
+    def take_news(self) -> list[News]:
+        """What visits have brought since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def remove(self, jobs: Iterable[Job]) -> None:
+        """Takes sequences out of the queue and the rows; their pages are free afterwards."""
+        rows = [row for job in jobs for row in self.scheduler.remove(job)]
+        try:
+            if rows:
+                self._change(released=rows)
+        except BaseException:
+            self.recover()
+            raise
+        finally:
+            self._gauge()
+
+    def recover(self) -> None:
+        """A new pool, and everybody back in the queue."""
+        self.scheduler.forget()
+        self._runner.reset()
+        self._num_free = self.limits.num_pages
+
+    def warm_up(self) -> tuple[int, Iterator[str]]:
+        """The number of programs, and an iterator that compiles one after each name that it yields."""
+        forms = [Form(size, 0, 1) for size in self.limits.sizes]
+        forms += dict.fromkeys((self._decode, self._decode_drafts))
+        return 1 + len(forms), self._runner.warm_up(forms)
+
+    def replace_model(self, model: EngineModel) -> None:
+        """Other weights; nothing may be running. Cached pages are forgotten."""
+        self._runner.replace_model(model)
+        if self.scheduler.index is not None:
+            self._change(unpinned=self.scheduler.index.clear())
+        self._gauge()
+
+    def device_state(self) -> list[Any]:
+        """The leaves of the `EngineState`."""
+        return self._runner.leaves()
+
+    def restore(self, device_state: list[Any], pinned: list[int], jobs: Iterable[Job]) -> None:
+        """Takes over the device state of another core of the same sizes, and the sequences in its rows."""
+        self._runner.restore(device_state)
+        self.scheduler.forget()
+        self._change(unpinned=pinned)
+        for job in jobs:
+            if job.row is not None:
+                self.scheduler.running[job.row] = job
+            elif job.finish_reason is None:
+                self.scheduler.add(job)
+        self._gauge()
+
+    def _join(self) -> None:
+        """Makes room where it is short, and lets those join for whom there is some."""
+        scheduler, metrics = self.scheduler, self.metrics
+        while (victim := scheduler.preempt(self._num_free)) is not None:
+            row = scheduler.remove(victim)
+            scheduler.add(victim)
+            metrics.preemptions += 1
+            self._change(released=row)
+        while (admission := scheduler.admit(self._num_free)) is not None:
+            self._runner.admit(admission)
+            metrics.prompt_tokens += admission.sequence.num_tokens
+            metrics.cached_tokens += admission.num_held
+        metrics.peak_running = max(metrics.peak_running, len(scheduler.running))
+
+    def _run(self) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        plan = scheduler.next_run()
+        if (missing := plan.num_pages - self._num_free) > 0 and scheduler.index is not None:
+            self._change(unpinned=scheduler.index.evict(missing))
+        if plan.size is not None:
+            form, steps = Form(plan.size, 0, 1), 1
+        else:
+            # Without guesses a row may still find the page that it needs.
+            form, steps = (
+                self._decode if self._short_of_pages else self._decode_drafts,
+                self.limits.steps_per_visit,
+            )
+        began = time.perf_counter()
+        report = self._runner.run(form, plan.num_tokens, steps, bool(scheduler.waiting))
+        metrics.device_seconds += time.perf_counter() - began
+        metrics.visits += 1
+        metrics.steps += int(report.num_steps)
+        size = form.size or self.limits.max_rows * (1 + form.drafts)
+        metrics.steps_by_size[size] = metrics.steps_by_size.get(size, 0) + int(report.num_steps)
+        metrics.computed_tokens += int(report.num_tokens)
+        metrics.drafted_tokens += int(report.num_drafted)
+        metrics.accepted_tokens += int(report.num_accepted)
+        self._num_free = int(report.num_free)
+        used = self.limits.num_pages - self._num_free - scheduler.num_evictable
+        metrics.peak_pages = max(metrics.peak_pages, used)
+        self._short_of_pages = form.drafts > 0 and bool(report.refused.any())
+        self._read(report)
+
+    def _read(self, report: Report) -> None:
+        """Takes over what a run has written, keeps its full pages, and lets go of rows that have ended."""
+        scheduler, metrics = self.scheduler, self.metrics
+        pinned: list[int] = []
+        released: list[int] = []
+        for row, job in list(scheduler.running.items()):
+            new = report.new_tokens[row, : report.num_new[row]].tolist()
+            ended_by_token = bool(report.stopped[row])
+            read, text, stopped = job.writer.push(new[:-1] if ended_by_token else new)
+            reason: FinishReason | None = None
+            if stopped:
+                new, reason = new[:read], "stop"
+            elif not report.running[row]:
+                text += job.writer.finish()
+                reason = "stop" if ended_by_token else "length"
+            scores = report.logprobs[row, : len(new)].tolist() if job.params.logprobs else []
+            job.token_ids += new
+            job.logprobs += scores
+            length = min(int(report.lengths[row]), job.num_tokens)
+            pinned += scheduler.advance(job, length, report.full_pages[row].tolist())
+            if reason:
+                job.finish_reason = reason
+                released += scheduler.remove(job)
+            if new or reason:
+                self._news.append(News(job, new, text, scores))
+            metrics.new_tokens += len(new)
+            metrics.finished += reason is not None
+        if pinned or released:
+            self._change(pinned=pinned, released=released)
+
+    def _change(self, **changes: Sequence[int]) -> None:
+        """Pins, empties rows, unpins; waits for the number of free pages only where it may have grown."""
+        num_free = self._runner.update(**changes)
+        if changes.get("released") or changes.get("unpinned"):
+            self._num_free = int(num_free)
+
+    def _gauge(self) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        metrics.running, metrics.waiting = len(scheduler.running), len(scheduler.waiting)
+        metrics.pages_free, metrics.pages_cached = self._num_free, scheduler.num_evictable
+        metrics.wasted_slots = sum(-job.length % self.limits.page_size for job in scheduler.running.values())

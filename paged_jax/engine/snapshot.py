@@ -1,0 +1,61 @@
+"""The host's records as bytes and back, so that they can lie beside the device state in a checkpoint."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from paged_jax.engine.request import SamplingParams, Sequence
+from paged_jax.engine.text import TextWriter
+
+_FORMAT = 1
+
+
+def to_bytes(sequences: Iterable[Sequence], pinned: Iterable[int], **facts: Any) -> np.ndarray:
+    """uint8 [n], JSON inside.
+
+    Args:
+        pinned: page ids that the prefix index knows; it is not kept itself.
+        facts: whatever else JSON can hold.
+    """
+    records = [
+        {
+            field.name: dataclasses.asdict(sequence.params)
+            if field.name == "params"
+            else getattr(sequence, field.name)
+            for field in dataclasses.fields(Sequence)
+            if field.name not in ("chain", "writer")
+        }
+        for sequence in sequences
+    ]
+    host = {"format": _FORMAT, "sequences": records, "pinned": list(pinned), **facts}
+    return np.frombuffer(json.dumps(host).encode(), np.uint8)
+
+
+def from_bytes(
+    data: np.ndarray, writer: Callable[[SamplingParams], TextWriter]
+) -> tuple[list[Sequence], dict[str, Any]]:
+    """The sequences, without the pages that a prefix index knew, and the other facts.
+
+    Args:
+        writer: makes the writer of a sequence; it is told what has been written.
+
+    Raises:
+        ValueError: if these are not the bytes of `to_bytes`.
+    """
+    try:
+        host = json.loads(np.asarray(data, np.uint8).tobytes())
+        if host["format"] != _FORMAT:
+            raise ValueError(f"format {host['format']}")
+        sequences = []
+        for record in host.pop("sequences"):
+            tuples = {name: tuple(record[name]) for name in ("prompt_ids", "stop_token_ids")}
+            params = SamplingParams(**record["params"])
+            sequence = Sequence(**{**record, **tuples, "params": params, "writer": writer(params)})
+            sequence.writer.push(sequence.token_ids)
+            sequences.append(sequence)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is not the host's part of an engine's snapshot: {error}") from error
+    return sequences, host

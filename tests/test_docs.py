@@ -1,0 +1,35 @@
+"""Every block of Python in README and docs runs, top to bottom, one file after the other."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import paged_jax.models
+
+ROOT = Path(__file__).parent.parent
+TINY = Path(__file__).parent / "golden" / "tiny_llama3"
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(file: Path) -> list[str]:
+    text = file.read_text(encoding="utf-8")
+    return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if blocks(f)], ids=lambda f: str(f.relative_to(ROOT)))
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_the_blocks_run(file, monkeypatch):
+    """As users run them, but with a small model in place of the real one."""
+    load = paged_jax.models.load
+    monkeypatch.setattr(paged_jax.models, "load", lambda name, **options: load(TINY, **options))
+    namespace: dict = {"__name__": "__main__"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks(file):
+            exec(compile(block, str(file), "exec"), namespace)
+
+
+def test_there_is_something_to_run():
+    assert sum(len(blocks(file)) for file in FILES) > 10
