@@ -21,13 +21,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from paged_jax import page_table
-from paged_jax.generate import Decoder
+from paged_jax.generate import MAX_CHUNK, Decoder, check_prompts
 from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import NO_PAGE, PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
-from paged_jax.under_jit import check_sizes
-
-_MAX_CHUNK = 256
+from paged_jax.under_jit import check_sizes, power_of_two
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def _start(
 
     Sizes that depend on the prompt are powers of two: prompts of about the same size compile nothing new.
     """
-    prompt = _prompt(prompt_ids, model.vocab_size)
+    (prompt,) = check_prompts("beam_search", [prompt_ids], model.vocab_size)
     check_sizes("beam_search", beam_width=beam_width, max_new_tokens=max_new_tokens, page_size=page_size)
     stop_tokens = np.asarray(stop_token_ids)
     if stop_tokens.ndim != 1 or not math.isfinite(length_penalty):
@@ -170,16 +168,16 @@ def _start(
     shared = prompt.size // page_size
     longest = pages_for(prompt.size + max_new_tokens - 1, page_size)  # the last token is never stored
     enough = shared + beam_width * (longest - shared)
-    num_pages = _power_of_two(enough) if num_pages is None else num_pages
+    num_pages = power_of_two(enough) if num_pages is None else num_pages
     if num_pages < enough:
         raise ValueError(
             f"beam_search: {beam_width} beams of {prompt.size} + {max_new_tokens} tokens may need {enough} "
             f"pages of {page_size}, got {num_pages=}; give the pool at least {enough}"
         )
-    tokens = jnp.zeros((beam_width, _power_of_two(max_new_tokens)), jnp.int32)
+    tokens = jnp.zeros((beam_width, power_of_two(max_new_tokens)), jnp.int32)
     no_score = jnp.full(beam_width, -jnp.inf, jnp.float32)
     state = _Search(
-        table=PageTable.create(num_pages, page_size, 2 * beam_width, _power_of_two(longest)),
+        table=PageTable.create(num_pages, page_size, 2 * beam_width, power_of_two(longest)),
         pages=model.create_pages(num_pages, page_size, dtype),
         log_probs=no_score.at[0].set(0),  # the prompt itself is the first beam
         tokens=tokens,
@@ -198,19 +196,9 @@ def _start(
         length_penalty=jnp.asarray(length_penalty, jnp.float32),
         stop_tokens=jnp.asarray(np.unique(stop_tokens), jnp.int32),
     )
-    padded = np.zeros(_power_of_two(prompt.size), np.int32)
+    padded = np.zeros(power_of_two(prompt.size), np.int32)
     padded[: prompt.size] = prompt
     return state, rules, padded, np.int32(prompt.size)
-
-
-def _prompt(prompt_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    prompt = np.asarray(prompt_ids)
-    are_ids = prompt.ndim == 1 and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer)
-    if not are_ids or np.any((prompt < 0) | (prompt >= vocab_size)):
-        raise ValueError(
-            f"beam_search: prompt_ids must be one or more token ids in [0, {vocab_size}), got {prompt_ids!r}"
-        )
-    return prompt
 
 
 def _beams(ended: _Hypotheses) -> list[Beam]:
@@ -250,7 +238,7 @@ def _prefill(
     model: Decoder, state: _Search, prompt: Int32[Array, " max_prompt"], prompt_len: Int32[Array, ""]
 ) -> tuple[_Search, Float[Array, "beams width"]]:
     """Puts the prompt into row 0, and returns what follows it as the hidden state of every beam."""
-    beams, chunk = state.log_probs.shape[0], min(prompt.shape[0], _MAX_CHUNK)
+    beams, chunk = state.log_probs.shape[0], min(prompt.shape[0], MAX_CHUNK)
 
     def compute(table: PageTable, pages: KVPages) -> tuple[PageTable, KVPages, Array]:
         num_tokens = jnp.zeros_like(table.lengths)
@@ -344,7 +332,3 @@ def _first_rows(table: PageTable, rows: int) -> PageTable:
 
 def _zeros_like(shape: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(shape.shape, shape.dtype)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

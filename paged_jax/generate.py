@@ -28,13 +28,14 @@ from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
 from paged_jax.sampling import Sampling, penalize, sample
-from paged_jax.under_jit import once_if
+from paged_jax.under_jit import once_if, power_of_two
 
 FinishReason = Literal["stop", "length", "out_of_pages"]
 
 _RUNNING, _STOP, _LENGTH, _OUT_OF_PAGES = range(4)
 _FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "out_of_pages")
-_MAX_CHUNK = 256
+MAX_CHUNK = 256
+"""Prompt tokens that go through the model at once, at most."""
 _NO_LIMIT = jnp.iinfo(jnp.int32).max
 
 
@@ -150,7 +151,7 @@ def start(
     Sizes that depend on the prompts are rounded up to powers of two, so that other prompts of about
     the same size run without another compilation.
     """
-    ids = _token_ids(prompts, model.vocab_size)
+    ids = check_prompts("generate", prompts, model.vocab_size)
     rows = len(ids)
     new_tokens, stop_tokens = np.asarray(max_new_tokens), np.asarray(stop_token_ids)
     if new_tokens.shape not in ((), (rows,)) or np.any(new_tokens < 1):
@@ -169,7 +170,7 @@ def start(
     prompt_lens = np.array([prompt.size for prompt in ids], np.int32)
     max_tokens = (prompt_lens + new_tokens).astype(np.int32)
     longest = int(max_tokens.max())
-    max_pages_per_row = _power_of_two(pages_for(longest, page_size))
+    max_pages_per_row = power_of_two(pages_for(longest, page_size))
     if num_pages is None:
         num_pages = enough_pages(max_tokens, page_size)
     if longest - 1 > num_pages * page_size:  # the last token of a row is never stored
@@ -192,19 +193,26 @@ def start(
         # A copy: the state is donated, and the caller may want theirs again.
         sampling=Sampling.create(rows) if sampling is None else jax.tree.map(jnp.copy, sampling),
         stop_tokens=jnp.asarray(stop_tokens, jnp.int32),
-        chunk=min(_power_of_two(int(prompt_lens.sum())), _MAX_CHUNK),
+        chunk=min(power_of_two(int(prompt_lens.sum())), MAX_CHUNK),
     )
 
 
-def _token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:
+def check_prompts(
+    function: str, prompts: Sequence[Sequence[int]], vocab_size: int
+) -> list[Int32[np.ndarray, " tokens"]]:
+    """The prompts as arrays.
+
+    Raises:
+        ValueError: if there is none, or one of them is not one or more of the model's tokens.
+    """
     ids = [np.asarray(prompt) for prompt in prompts]
     if not ids:
-        raise ValueError("generate: needs at least one prompt, got 0 prompts")
+        raise ValueError(f"{function}: needs at least one prompt, got 0 prompts")
     for row, prompt in enumerate(ids):
         are_ids = prompt.ndim == 1 and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer)
         if not are_ids or np.any((prompt < 0) | (prompt >= vocab_size)):
             raise ValueError(
-                f"generate: prompts[{row}] must be one or more token ids in [0, {vocab_size}), "
+                f"{function}: prompts[{row}] must be one or more token ids in [0, {vocab_size}), "
                 f"got {prompts[row]!r}"
             )
     return ids
@@ -307,8 +315,4 @@ def _end_rows(state: Generation, refused: Array) -> Generation:
 
 def enough_pages(max_tokens: Sequence[int] | np.ndarray, page_size: int) -> int:
     """The pool that `start` makes by itself: for all rows at full length, rounded up to a power of two."""
-    return _power_of_two(int(np.sum(pages_for(np.asarray(max_tokens), page_size))))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+    return power_of_two(int(np.sum(pages_for(np.asarray(max_tokens), page_size))))

@@ -39,6 +39,11 @@ def check_sizes(function: str, **sizes: int) -> None:
             raise ValueError(f"{function}: {name} must be a positive integer, got {name}={size!r}")
 
 
+def power_of_two(n: int) -> int:
+    """The smallest of at least n: sizes that are rounded up share their compiled programs."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def require_now(valid: Bool[Array, ""], message: Callable[[], str]) -> None:
     """Raises where the values are known; a traced call cannot, and is made to change nothing instead."""
     if not isinstance(valid, jax.core.Tracer) and not valid:

@@ -95,7 +95,7 @@ def test_b13_other_weights_find_no_pages():
     finish(engine)
     cached = engine.metrics.pages_cached
     for changes in ({"num_layers": 3}, {"sliding_window": 8}, {"vocab_size": 32}):
-        with pytest.raises(ValueError, match="must belong to the same architecture.* make another engine"):
+        with pytest.raises(ValueError, match=r"must belong to the same architecture.* make another engine"):
             engine.replace_model(tiny_llama(**changes))
     assert engine.metrics.pages_cached == cached
 

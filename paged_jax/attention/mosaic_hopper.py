@@ -341,7 +341,9 @@ def _attend(
             def widen(values):
                 if values.dtype == jnp.int8:
                     return values.astype(dtype)
-                return values.astype(jnp.float16).astype(jnp.float32).astype(dtype)  # the way there is for 8 bits
+                return (
+                    values.astype(jnp.float16).astype(jnp.float32).astype(dtype)
+                )  # the way there is for 8 bits
 
             def live_rows(values, c, num_live):
                 row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=CHUNK_LAYOUT) + c * CHUNK

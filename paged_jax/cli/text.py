@@ -13,6 +13,7 @@ from paged_jax.capacity import TokenShape, check_memory, pages_for, pages_in_bud
 from paged_jax.engine import Engine, SamplingParams
 from paged_jax.kv_pages import default_dtype
 from paged_jax.models import Loaded, Tokenizer
+from paged_jax.under_jit import power_of_two
 
 _ROWS = (1, 4, 16)
 _STEP_TOKENS = (32, 256)
@@ -98,7 +99,7 @@ class TextGeneration:
         limits = [min(params.max_tokens, config.max_length - len(prompt_ids)) for prompt_ids in self._ids]
         max_tokens = [len(prompt_ids) + limit for prompt_ids, limit in zip(self._ids, limits, strict=True)]
         longest = max(max_tokens)
-        width = max(_MIN_PAGES, _power_of_two(pages_for(longest, page_size)))
+        width = max(_MIN_PAGES, power_of_two(pages_for(longest, page_size)))
         dtype = jnp.dtype(default_dtype())
         shape = TokenShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype.name)
         # Few sizes, so that most prompts find their programs compiled.
@@ -110,7 +111,7 @@ class TextGeneration:
             row_pages = pages_for(longest, page_size)
             num_pages = pages_in_budget(pool_bytes, shape.num_bytes, page_size, max_rows, row_pages)
         elif num_pages is None:
-            num_pages = max(_MIN_PAGES, _power_of_two(sum(pages_for(n, page_size) for n in max_tokens)))
+            num_pages = max(_MIN_PAGES, power_of_two(sum(pages_for(n, page_size) for n in max_tokens)))
         check_memory(num_pages * page_size * shape.num_bytes, jax.devices()[0])
         self.engine = Engine(
             loaded.model,
@@ -187,7 +188,3 @@ def _encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
         return tokenizer.encode(prompt)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     return tokenizer.encode(rendered, add_special_tokens=False)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
