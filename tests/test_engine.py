@@ -2,18 +2,24 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import check_at_rest, check_engine, finish, joined, make_engine, table_of
 from engines import quick_compilation as quick_compilation
 from tiny import NO_STOPS, forward, greedy, random_prompts, tiny_llama
 
-from paged_jax.engine import RequestOutput, SamplingParams
+from paged_jax.engine import Engine, RequestOutput, SamplingParams
 from paged_jax.generate import generate
+from paged_jax.models import load
 from paged_jax.sampling import Sampling
+
+GOLDEN = Path(__file__).parent / "golden"
 
 PROMPTS = random_prompts(9, 1, 20, 33, 16, 17, 30, 5)
 NEW = 20
@@ -281,3 +287,22 @@ def test_the_device_decodes_by_itself():
     engine.generate(random_prompts(4, seed=1), SamplingParams(max_tokens=60))
     assert engine.metrics.visits == 2 + 1 + 4
     assert engine.metrics.preemptions == 0
+
+
+@pytest.mark.slow
+def test_smollm2_writes_what_transformers_writes():
+    """Real weights and real text: batched in a tight pool, guessing ahead, and again with the pages found."""
+    prompts = json.loads((GOLDEN / "smollm2.json").read_text())["prompts"]
+    model, tokenizer, _ = load("smollm2-135m", dtype=jnp.float32)
+    sizes = {"max_rows": 4, "max_length": 160, "page_size": 16, "num_pages": 12, "step_tokens": 64}
+    engine = Engine(model, tokenizer, **sizes, draft_tokens=3)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    for _ in range(2):
+        outputs = engine.generate([prompt["ids"] for prompt in prompts], params)
+        for output, prompt in zip(outputs, prompts, strict=True):
+            assert output.token_ids == tuple(prompt["new_ids"])
+            assert output.text == tokenizer.decode(output.token_ids)
+        check_at_rest(engine)
+    assert engine.metrics.preemptions >= 1
+    assert engine.metrics.accepted_tokens >= 1
+    assert engine.metrics.cached_tokens >= 16

@@ -17,7 +17,7 @@ ORDER = """
     kv_pages ragged_batch rotary
     attention.dtypes
     attention.merge attention.schedule attention.kernel_config attention.mosaic_compat
-    attention.tiles
+    attention.tiles attention.hopper_warpgroups
     attention.reference attention.xla attention.mosaic_hopper
     attention.api
     attention

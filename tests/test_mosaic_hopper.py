@@ -42,9 +42,11 @@ bfloat16_inputs = partial(paged_inputs, dtype="bfloat16", head_dim=64, page_size
 @pytest.fixture
 def interpreter():
     """Kernels run on CPU; a race between their warpgroups fails the test."""
+    jax.config.update("jax_disable_most_optimizations", True)  # at these sizes compiling is most of the time
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
         assert not get_races().races_found
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def for_kernel(case: Case) -> Case:
@@ -71,21 +73,20 @@ def test_matches_the_oracle_whatever_the_contract_leaves_open(case: Case, interp
 
 
 CONFIGS = [
-    KernelConfig(tile_tokens=1, kv_step=16, stages=1),
-    KernelConfig(tile_tokens=5, kv_step=48, stages=3, num_splits=2),
-    KernelConfig(tile_tokens=9, kv_step=32, stages=2, num_splits=5),
-    KernelConfig(tile_tokens=18, kv_step=64, stages=2, compute_warpgroups=2),
-    KernelConfig(tile_tokens=16, kv_step=128, stages=1, compute_warpgroups=2, num_splits=3),
+    (KernelConfig(tile_tokens=1, kv_step=16, stages=1), None),
+    (KernelConfig(tile_tokens=5, kv_step=48, stages=3, num_splits=2), None),
+    (KernelConfig(tile_tokens=9, kv_step=32, stages=2, num_splits=5), "int8"),
+    (KernelConfig(tile_tokens=18, kv_step=64, stages=2, compute_warpgroups=2), "int8"),
+    (KernelConfig(tile_tokens=16, kv_step=128, stages=1, compute_warpgroups=2, num_splits=3), None),
 ]
 
 
-@pytest.mark.parametrize("page_dtype", [None, "int8"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("config", "page_dtype"), CONFIGS, ids=str)
 def test_any_config_matches_the_oracle(config: KernelConfig, page_dtype: str | None, interpreter):
     case = Case(
         "everything",
-        (130, 0, 9, 70, 1),
-        (33, 0, 9, 1, 1),
+        (130, 0, 9, 1),
+        (21, 0, 9, 1),
         heads=(7, 1),
         head_dim=32,
         page_size=16,
@@ -110,7 +111,7 @@ def assert_means(expected: list[float], inputs: PagedInputs, **options):
     np.testing.assert_allclose(output, exact, rtol=2**-8)
 
 
-@pytest.mark.parametrize("page_size", [8, 24, 40, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 24, 256])
 def test_any_page_size(page_size: int, interpreter):
     """Lengths on, before and after the edges of pages and of steps; the tables' tails are stale."""
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size // 2]
@@ -120,10 +121,11 @@ def test_any_page_size(page_size: int, interpreter):
     assert_means([(length - 1) / 2 for length in lengths], inputs)
 
 
-@pytest.mark.parametrize(("window", "expected"), [(8, [12.5, 2.0, 65.5]), (1, [16.0, 4.0, 69.0])])
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("window", "num_splits", "expected"), [(8, 3, [12.5, 2.0, 65.5]), (1, 1, [16.0, 4.0, 69.0])]
+)
 def test_a_window_starts_in_mid_page_and_pages_before_it_are_not_read(
-    window: int, expected: list[float], num_splits: int, interpreter
+    window: int, num_splits: int, expected: list[float], interpreter
 ):
     inputs = bfloat16_inputs([17, 5, 70], page_size=8, q_heads=2, kv_heads=2, head_dim=16)
     tables = np.array(inputs.block_tables)
@@ -135,9 +137,9 @@ def test_a_window_starts_in_mid_page_and_pages_before_it_are_not_read(
     np.testing.assert_allclose(output[:, 0, 0], expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(71, 1), (32, 2), (3, 3)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(71, 1), (3, 3)])
 def test_heads_of_any_group(q_heads: int, kv_heads: int, interpreter):
-    """71 do not fit one warpgroup's rows; 130 tokens of 3 do not fit one tile."""
+    """71 do not fit one warpgroup's rows."""
     inputs = bfloat16_inputs([20, 40], [2, 1], q_heads=q_heads, kv_heads=kv_heads)
     check_own(kernel, inputs)
     output, lse = kernel(*inputs, return_lse=True)
@@ -158,19 +160,17 @@ def test_more_queries_than_tokens(interpreter):
     np.testing.assert_allclose(lse[:, 0], [-np.inf, -np.inf, *np.log([1, 2, 3, 6, 7])], rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [2, 16])
-def test_empty_splits(num_splits: int, interpreter):
-    config = KernelConfig(tile_tokens=1, kv_step=16, stages=2, num_splits=num_splits)
+def test_empty_splits(interpreter):
+    config = KernelConfig(tile_tokens=1, kv_step=16, stages=2, num_splits=16)
     inputs = mean_position(bfloat16_inputs([3, 0, 100], q_heads=1, kv_heads=1, head_dim=16))
     output, lse = kernel(*inputs, return_lse=True, tiling=config)
     np.testing.assert_allclose(output[:, 0, 0].astype(jnp.float32), [1.0, 0.0, 49.5], rtol=2**-8)
     np.testing.assert_allclose(lse[:, 0], [math.log(3), -np.inf, math.log(100)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_a_sink_counts_once(num_splits: int, interpreter):
+def test_a_sink_counts_once(interpreter):
     inputs = mean_position(bfloat16_inputs([4, 32], q_heads=2, kv_heads=2, head_dim=16))
-    config = KernelConfig(tile_tokens=1, kv_step=16, stages=2, num_splits=num_splits)
+    config = KernelConfig(tile_tokens=1, kv_step=16, stages=2, num_splits=4)
     sinks = jnp.full(2, math.log(4))
     output, lse = kernel(*inputs, sinks=sinks, return_lse=True, tiling=config)
     np.testing.assert_allclose(output[:, 0, 0].astype(jnp.float32), [0.75, 15.5 * 32 / 36], rtol=2**-8)
@@ -200,8 +200,7 @@ def test_a_row_does_not_notice_its_batch(interpreter):
         np.testing.assert_array_equal(got[2], right[0])
 
 
-@pytest.mark.parametrize("page_dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize(("page_dtype", "page_size"), [("int8", 8), ("float8_e4m3fn", 16), ("int8", 64)])
 def test_scales_of_quantised_pages(page_dtype: str, page_size: int, interpreter):
     """Powers of two as scales: of the values the mean is exact, and of the keys so are the logits."""
     inputs = paged_inputs(

@@ -1,5 +1,6 @@
 """Times of the GPU kernel in different configs, so that one can be chosen by measurement."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -43,19 +44,20 @@ class Trial(NamedTuple):
     failure: str | None  # why there is no timing
 
 
-def attend_repeatedly(inputs: PagedInputs, iterations: int, **options: Any) -> Array:
-    """The output of the last of `iterations` calls, each on the output before as its queries.
+def attend_repeatedly(inputs: PagedInputs, iterations: int, **options: Any) -> tuple[Array, Array]:
+    """The outputs of the first and the last of `iterations` calls, each on the output before as its queries.
 
     No call can be left out, and each reads pages of its own choice, so that no cache holds them already. What
     depends on lengths alone may be computed once for all, as it is for the layers of a model.
     """
     num_pages = inputs.k_pages.shape[0]
+    first: Any = paged_attention(*inputs, **options)
 
     def again(i: Array, q: Any) -> Any:
         tables = (inputs.block_tables + i * _PAGE_SHIFT) % num_pages
         return paged_attention(*inputs._replace(q=q, block_tables=tables), **options)
 
-    return lax.fori_loop(0, iterations, again, inputs.q)
+    return first, lax.fori_loop(1, iterations, again, first)
 
 
 def iterations_for(num_bytes: float, operations: float = 0.0, *, seconds: float = 0.03) -> int:
@@ -202,16 +204,16 @@ def as_text(title: str, trials: Sequence[Trial], num_bytes: int) -> Table:
 
     `num_bytes`: of keys and values that one call reads.
     """
-    table = Table(
-        "config", "us", "GB/s", "", title=title, box=None, padding=(0, 2, 0, 0), title_justify="left"
-    )
-    for trial in sorted(trials, key=lambda trial: trial.timing.median if trial.timing else float("inf")):
-        note = "chosen by the shapes" if trial is trials[0] else ""
+    names = asdict(trials[0].tiling)
+    table = Table(*names, "us", "GB/s", "", title=title, box=None, title_justify="left")
+    for trial in sorted(trials, key=lambda trial: trial.timing.median if trial.timing else math.inf):
+        sizes = map(str, asdict(trial.tiling).values())
         if trial.timing is None:
-            table.add_row(str(trial.tiling), "", "", trial.failure)
+            table.add_row(*sizes, "", "", trial.failure)
         else:
             seconds = trial.timing.median
-            table.add_row(str(trial.tiling), f"{seconds * 1e6:.1f}", f"{num_bytes / seconds / 1e9:.0f}", note)
+            note = "chosen by the shapes" if trial is trials[0] else ""
+            table.add_row(*sizes, f"{seconds * 1e6:.1f}", f"{num_bytes / seconds / 1e9:.0f}", note)
     return table
 
 
