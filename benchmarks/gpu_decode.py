@@ -222,7 +222,7 @@ def pool_tokens() -> int:
 def decode_section(small: bool) -> Decode:
     if small:
         shapes = [
-            Shape(2, 100, page, lengths=lengths) for page in (16, 64) for lengths in ("uniform", "ragged")
+            Shape(2, 64, page, lengths=lengths) for page in (16, 64) for lengths in ("uniform", "ragged")
         ]
         return Decode("decode", 110, "xla", shapes, 2**12)
     grid = itertools.product(
@@ -235,7 +235,7 @@ def decode_section(small: bool) -> Decode:
 def quantised_section(small: bool) -> Decode:
     dtypes = ("int8", "float8_e4m3fn")
     if small:
-        return Decode("quantised", 40, "xla", [Shape(2, 100, 16, dtype) for dtype in dtypes], 2**12)
+        return Decode("quantised", 40, "xla", [Shape(2, 64, 16, dtype) for dtype in dtypes], 2**12)
     grid = itertools.product(((32, 4096), (8, 32768), (128, 4096), (128, 32768)), (16, 64), dtypes)
     shapes = [Shape(*size, page_size, dtype) for size, page_size, dtype in grid]
     return Decode("quantised", 40, "mosaic_hopper", shapes, min(2**22, pool_tokens()))

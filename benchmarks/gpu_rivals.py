@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_decode import HEAD_DIM, KV_HEADS, Q_HEADS, token_bytes
+from gpu_decode import HEAD_DIM, KV_HEADS, Q_HEADS
 from gpu_prefill import Prompts
 from jax import Array, lax
 
@@ -30,7 +30,24 @@ class Task(NamedTuple):
 
     @property
     def prompts(self) -> Prompts:
-        return Prompts(self.query_lens or (1,) * len(self.lengths), self.lengths, self.page_size)
+        return Prompts(
+            self.query_lens or (1,) * len(self.lengths), self.lengths, self.page_size, pool_bytes=0
+        )
+
+    @property
+    def calls(self) -> int:
+        """As many as take about 30 ms."""
+        return iterations_for(self.prompts.bytes, self.prompts.operations)
+
+    def draw(self, pool_bytes: int = 0) -> PagedInputs:
+        inputs = self.prompts._replace(pool_bytes=pool_bytes).draw()
+        return inputs._replace(query_starts=None) if self.decode else inputs
+
+    def rate(self, seconds: float) -> dict[str, float]:
+        """What bounds it: memory where it decodes, arithmetic where it takes up prompts."""
+        if self.decode:
+            return {"bytes_per_second": self.prompts.bytes / seconds}
+        return {"operations_per_second": self.prompts.operations / seconds}
 
 
 class Arrays(NamedTuple):
@@ -57,12 +74,11 @@ TASKS = {
     "prefill 32768": Task((32768,), (32768,)),
     "prefill 2048": Task((2048,), (2048,)),
 }
-SMALL_TASKS = {"decode 2 x 40": Task((40, 40), None), "prefill 48": Task((48,), (48,))}
+SMALL_TASKS = {"decode 2 x 256": Task((256,) * 2, None), "prefill 24": Task((24,), (24,))}
 
 
 def draw(task: Task) -> Arrays:
-    decode = task.prompts.draw(pool_bytes=0)
-    inputs = decode._replace(query_starts=None) if task.decode else decode
+    inputs = task.draw()
 
     @jax.jit
     def in_one_piece(pool: Array, tables: Array) -> Array:
@@ -189,9 +205,7 @@ class Rivals:
     def run(self, name: str) -> dict[str, Any]:
         task_name, contender = name.split(": ")
         task = self._tasks[task_name]
-        prompts = task.prompts
-        portable = contender == "xla"
-        calls = iterations_for(prompts.bytes, prompts.operations, seconds=0.002 if portable else 0.03)
+        calls = 2 if contender == "xla" else task.calls
         run, once = self._contenders[contender](task, self._arrays(task_name), calls)
         output = np.asarray(once(), np.float32)
         distance = self._distance(task_name, output)
@@ -202,8 +216,7 @@ class Rivals:
             "seconds": timing.median,
             "fastest": timing.fastest,
             "slowest": timing.slowest,
-            "bytes_per_second": sum(task.lengths) * token_bytes("bfloat16") / timing.median,
-            "operations_per_second": prompts.operations / timing.median,
+            **task.rate(timing.median),
             "distance": distance,
             "agrees": distance is not None and distance <= AGREE,
             "calls": calls,

@@ -1,7 +1,6 @@
 """Candidate configs of the kernel against the one that is chosen, and where the time of a call goes."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from gpu_rivals import SMALL_TASKS, TASKS, Task
 
 from paged_jax.attention import Tiling, paged_attention
 from paged_jax.attention.kernel_config import problem_of
-from paged_jax.cli.tune import COLD_BYTES, candidates, iterations_for, try_tilings
+from paged_jax.cli.tune import COLD_BYTES, candidates, try_tilings
 from paged_jax.testing import PagedInputs
 
 TUNED = (
@@ -22,16 +21,12 @@ TUNED = (
 MOST_CANDIDATES = 12
 
 
-def draw(task: Task) -> PagedInputs:
-    inputs = task.prompts.draw(COLD_BYTES)
-    return inputs._replace(query_starts=None) if task.decode else inputs
-
-
 class Tuning:
     name, seconds, patience = "tuning", 70.0, 60.0
 
     def __init__(self, small: bool):
         tasks = SMALL_TASKS if small else {n: TASKS[n] for n in TUNED}
+        self._pool_bytes = 0 if small else COLD_BYTES
         self._drawn: tuple[str, PagedInputs] | None = None
         self._trials = {}
         for name, task in tasks.items():
@@ -50,10 +45,8 @@ class Tuning:
         task_name, task, tiling, chosen = self._trials[name]
         if self._drawn is None or self._drawn[0] != task_name:
             self._drawn = None
-            self._drawn = task_name, draw(task)
-        prompts = task.prompts
-        iterations = iterations_for(prompts.bytes, prompts.operations)
-        (trial,) = try_tilings(self._drawn[1], [tiling], iterations)
+            self._drawn = task_name, task.draw(self._pool_bytes)
+        (trial,) = try_tilings(self._drawn[1], [tiling], task.calls)
         if trial.timing is None:
             return {"task": task_name, "failure": trial.failure}
         return {
@@ -61,13 +54,12 @@ class Tuning:
             "chosen": chosen,
             "config": vars(tiling),
             "seconds": trial.timing.median,
-            "bytes_per_second": prompts.bytes / trial.timing.median,
-            "operations_per_second": prompts.operations / trial.timing.median,
+            **task.rate(trial.timing.median),
         }
 
 
 def _candidates(task: Task) -> list[Any]:
-    inputs = jax.eval_shape(partial(draw, task))
+    inputs = jax.eval_shape(task.draw)
     problem = problem_of(*inputs[:2], inputs.block_tables, inputs.query_starts, None)
     return candidates(problem)[:MOST_CANDIDATES]
 
@@ -93,7 +85,7 @@ class Kernels:
             raise NotImplementedError("the profiler needs a GPU")
         from jax.experimental.mosaic.gpu import profiler
 
-        inputs = draw(self._tasks[name])
+        inputs = self._tasks[name].draw(COLD_BYTES)
         call = jax.jit(lambda inputs: paged_attention(*inputs, implementation="mosaic_hopper"))
         _, kernels = profiler.measure(call, aggregate=False)(inputs)
         return {"microseconds": [(kernel, 1e3 * milliseconds) for kernel, milliseconds in kernels or ()]}

@@ -69,7 +69,7 @@ def calls() -> dict[str, Call]:
 
 
 def shapes_of(call: Call) -> tuple[Callable, tuple[Any, ...]]:
-    """The attention of a call as a function, and the shapes of its arguments; config left to the heuristic."""
+    """The attention of a call as a function, its config chosen by itself, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -101,10 +101,11 @@ def shapes_of(call: Call) -> tuple[Callable, tuple[Any, ...]]:
     return attend, (q, pool, pool, array(call.rows, width), array(call.rows), starts, scales, scales)
 
 
-def config_of(q: Any, k_pages: Any, _: Any, tables: Any, lengths: Any, starts: Any, k_scales: Any, __: Any) -> Any:
-    """The config that is chosen for such arguments."""
+def config_of(arguments: tuple[Any, ...]) -> Any:
+    """The config that is chosen for them."""
     from paged_jax.attention.kernel_config import choose_config, problem_of
 
+    q, k_pages, _, tables, _, starts, k_scales, _ = arguments
     return choose_config(problem_of(q, k_pages, tables, starts, k_scales))
 
 
@@ -133,14 +134,16 @@ def main() -> None:
     results = []
     for name, call in chosen.items():
         function, arguments = shapes_of(call)
-        config, resources = config_of(*arguments), compiler(function, *arguments)
+        config, resources = config_of(arguments), compiler(function, *arguments)
         blocks = blocks_per_processor(resources)
-        results.append({
-            "call": name,
-            **dataclasses.asdict(config),
-            **dataclasses.asdict(resources),
-            "blocks_per_processor": blocks,
-        })
+        results.append(
+            {
+                "call": name,
+                **dataclasses.asdict(config),
+                **dataclasses.asdict(resources),
+                "blocks_per_processor": blocks,
+            }
+        )
         print(
             f"{name:40} {resources.registers:4} registers, {resources.spilled_bytes:3} B spilled, "
             f"{resources.shared_memory:6} B shared, {blocks} a processor"

@@ -96,7 +96,7 @@ def sample(
         positions: where the new token will stand in its row; with the row's seed it fixes the draw.
     """
     logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _argmax(logits)
 
     def draw(logits: Array) -> Array:
         # Below the largest, which is 0 then: no temperature is too small to divide by.
@@ -115,7 +115,7 @@ def sample(
             return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
 
         drawn = scaled + jax.vmap(noise)(sampling.seed, positions)
-        return jnp.where(sampling.temperature > 0, jnp.argmax(drawn, axis=-1).astype(jnp.int32), greedy)
+        return jnp.where(sampling.temperature > 0, _argmax(drawn), greedy)
 
     return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda _: greedy, logits)
 
@@ -156,6 +156,13 @@ def penalize(
         lambda logits: logits,
         logits,
     )
+
+
+def _argmax(values: Float[Array, "rows vocab"]) -> Int32[Array, " rows"]:
+    """The first of the largest, by two plain reductions: XLA on CPU vectorises those, and not its argmax."""
+    index = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
+    largest = jnp.max(values, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(values == largest, index, values.shape[1] - 1), axis=-1)
 
 
 def _keep_top(logits: Array, top_k: Array, top_p: Array) -> Array:

@@ -224,3 +224,12 @@ class TestEngine:
         engine.abort(first.request_id)
         (last,) = stream
         assert (last.text, last.token_ids, last.finish_reason) == (letters(written()[4:5]), (), "abort")
+
+
+def test_b67_a_sequence_that_an_end_token_completes():
+    """The end token itself is never pushed: it has ended the row on the device."""
+    a, b, end = 0, 1, 99
+    for stops, text in ((((b, end),), "a"), (((b, end), (a, b, end)), ""), (((b, 98),), "ab")):
+        writer = TextWriter(Stream(), stops)
+        given = writer.push([a, b])[1]
+        assert given + writer.finish(end_token=end) == text == writer.text

@@ -129,10 +129,10 @@ def _installed(module: str) -> bool:
 
 
 def _cuda_toolkit() -> Path:
-    places = [Path("/usr/local/cuda")]
+    places = ["/usr/local/cuda"]
     if _installed("nvidia.cu13"):
-        places = [Path(path) for path in importlib.util.find_spec("nvidia.cu13").submodule_search_locations] + places
-    for place in places:
+        places = [*importlib.util.find_spec("nvidia.cu13").submodule_search_locations, *places]
+    for place in map(Path, places):
         if (place / "bin" / "ptxas").exists() and list(place.glob("nvvm/libdevice/*.bc")):
             return place
     raise MissingPartError("ptxas and libdevice of a CUDA 13 toolkit, in nvidia-cuda-nvcc or /usr/local/cuda")

@@ -34,6 +34,7 @@ SCALE_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
+read: Any = plgpu.load  # typed otherwise in versions of jax that are too old for this
 MATRIX, PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -58,7 +59,7 @@ class Sizes:
 
     @property
     def value_dtype(self) -> DTypeLike:
-        """Of weights and values in their product. float16 holds all of 8 bits, and weights better than bfloat16."""
+        """Of weights and values in their product: float16 holds 8 bits, and is finer than bfloat16."""
         return jnp.float16 if self.quantised else self.dtype
 
     @property
@@ -86,7 +87,7 @@ class Sizes:
         warpgroups, kv_step, stages = self.config.compute_warpgroups, self.config.kv_step, self.config.stages
 
         def operand(*shape: int, dtype: DTypeLike = self.dtype, width: int = 0) -> Any:
-            """In the widest pattern that divides a head, and `width` if that is the inner side of its product."""
+            """In the widest pattern that divides a head, and the inner side of its product if given."""
             swizzle = next(s for s in (128, 64, 32) if math.gcd(self.head_dim, width) % (s // 2) == 0)
             transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
             return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -155,7 +156,7 @@ def compute(block: Block, wg: Array) -> None:
     q = shared["q"].at[own]
 
     def over_columns(ref: Any) -> Array:
-        return lax.broadcast_in_dim(plgpu.load(ref, layout=PER_COLUMN), tile_shape, [1])
+        return lax.broadcast_in_dim(read(ref, layout=PER_COLUMN), tile_shape, [1])
 
     def over_rows(values: Array, shape: tuple[int, ...]) -> Array:
         return lax.broadcast_in_dim(values, shape, [0])
@@ -219,7 +220,7 @@ def compute(block: Block, wg: Array) -> None:
             plgpu.wgmma(acc, weights_s, v)
             return acc[...]
 
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        return acc + pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, sizes.head_dim), jnp.float32))
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
@@ -258,7 +259,7 @@ def compute(block: Block, wg: Array) -> None:
     leaving = pl.ds(wg * (sizes.tile_rows // warpgroups), sizes.tile_rows // warpgroups)
     for part in range(1 if sizes.final else 2):
         if part > 0:  # read back rather than kept, for the registers
-            acc -= plgpu.load(q, layout=MATRIX).astype(jnp.float32)
+            acc -= read(q, layout=MATRIX).astype(jnp.float32)
         q[...] = acc.astype(sizes.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared["q"].at[leaving], block.outputs.at[part, leaving])
@@ -277,7 +278,8 @@ def load(block: Block) -> None:
         """Of one step's pages; past the last one it is that again, which costs no memory traffic."""
         first = lax.div(begin + i * kv_step, sizes.page_size)
         logical = (jnp.clip(first + j, 0, last_page) for j in range(sizes.copies))
-        return tuple(jnp.clip(block.block_tables[block.row, page], 0, sizes.num_pages - 1) for page in logical)
+        ids = (block.block_tables[block.row, page] for page in logical)
+        return tuple(jnp.clip(page, 0, sizes.num_pages - 1) for page in ids)
 
     def read_by(i: Array, pool: Any, page: Array) -> Any:
         """What step i reads of a page: all of it, or a part where pages are longer than steps."""
@@ -322,11 +324,11 @@ def load(block: Block) -> None:
 
             @pl.loop(lax.div(num_live, CHUNK), kv_step // CHUNK)
             def _(c: Array) -> None:
-                values = plgpu.load(v.at[chunk(c)], layout=CHUNK_LAYOUT)
+                values = read(v.at[chunk(c)], layout=CHUNK_LAYOUT)
                 v[chunk(c)] = live_rows(values, c, num_live)
 
             plgpu.commit_smem()
-            for _ in range(sizes.copies):
+            for _page in ids:
                 plgpu.barrier_arrive(ready)
 
         return following
@@ -338,7 +340,7 @@ def load(block: Block) -> None:
             copy(i, pool, ids, shared[f"{name}_raw"].at[slot], shared[f"{name}_arrived"].at[slot])
         # The scales of a page are too few for TMA, which writes to multiples of 128 bytes.
         loaded = [
-            [plgpu.load(read_by(i, scales, page), layout=SCALE_LAYOUT, optimized=False) for page in ids]
+            [read(read_by(i, scales, page), layout=SCALE_LAYOUT, optimized=False) for page in ids]
             for scales in block.scales
         ]
         for name, factor, of_pages in zip("kv", (1, VALUE_FACTOR), loaded, strict=True):
@@ -365,7 +367,7 @@ def load(block: Block) -> None:
 
             @pl.loop(0, kv_step // CHUNK)
             def _(c: Array, raw: Any = raw, wide: Any = wide) -> None:
-                values = plgpu.load(raw.at[chunk(c)], layout=CHUNK_LAYOUT, optimized=False)
+                values = read(raw.at[chunk(c)], layout=CHUNK_LAYOUT, optimized=False)
                 wide[chunk(c)] = live_rows(widen(values, wide.dtype), c, num_live)
 
             plgpu.commit_smem()

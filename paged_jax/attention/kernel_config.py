@@ -73,7 +73,7 @@ def problem_of(
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Sizes of the pieces of work of the GPU kernel. With the same ones, a row has the same bits in any batch.
+    """Sizes of the GPU kernel's pieces of work. With the same ones, a row has the same bits in any batch.
 
     Raises:
         ValueError: if a size is not positive, or not one that the matrix instructions take.
@@ -99,12 +99,12 @@ class KernelConfig:
             )
 
     def heads_per_tile(self, group: int) -> int:
-        """Query heads of one kv head in a tile: the whole group, or an even part where it has too many rows."""
+        """Query heads of a kv head in a tile: the whole group, or an even part where it has too many rows."""
         parts = math.ceil(group / (WARPGROUP_ROWS * self.compute_warpgroups))
         return math.ceil(group / parts)
 
     def tile_rows(self, group: int) -> int:
-        """Rows of a tile that are read and written: just the used ones, in eights, where one warpgroup works."""
+        """Rows of a tile that are read and written: of one warpgroup just the used ones, in eights."""
         if self.compute_warpgroups > 1:
             return WARPGROUP_ROWS * self.compute_warpgroups
         return math.ceil(self.tile_tokens * self.heads_per_tile(group) / 8) * 8
@@ -197,7 +197,7 @@ def choose_config(problem: Problem) -> KernelConfig:
         return max(fit, default=0)
 
     def distance(kv_step: int) -> float:
-        """From the target, in doublings; one that is no multiple of 32 has narrow patterns in shared memory."""
+        """From the target in doublings; one that is no multiple of 32 has narrow shared memory patterns."""
         return abs(math.log2(kv_step / target)) + (kv_step % 32 > 0)
 
     # One stage to load while another is worked on.

@@ -84,7 +84,8 @@ def mosaic_hopper_attention(
     score_scale = jnp.asarray(scale, jnp.float32) * (
         LOG2E if logits_soft_cap is None else 2 * LOG2E / logits_soft_cap
     )
-    scales = () if k_scales is None else (k_scales.astype(jnp.float32), v_scales.astype(jnp.float32))
+    given = (array for array in (k_scales, v_scales) if array is not None)
+    scales = tuple(array.astype(jnp.float32) for array in given)
     outputs, lses = _attend(
         q_tiles,
         (k_pages, v_pages),

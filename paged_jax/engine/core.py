@@ -117,8 +117,9 @@ class EngineCore:
         """Takes over the device state of another core of the same sizes, and the sequences in its rows."""
         self._runner.restore(device_state)
         self.scheduler.forget()
-        self._change(unpinned=pinned)
+        self._num_free = int(self._runner.update(unpinned=pinned))
         for job in jobs:
+            self.metrics.submitted += job.finish_reason is None
             if job.row is not None:
                 self.scheduler.running[job.row] = job
             elif job.finish_reason is None:
@@ -181,7 +182,7 @@ class EngineCore:
             if stopped:
                 new, reason = new[:read], "stop"
             elif not report.running[row]:
-                text += job.writer.finish()
+                text += job.writer.finish(new[-1] if ended_by_token else None)
                 reason = "stop" if ended_by_token else "length"
             scores = report.logprobs[row, : len(new)].tolist() if job.params.logprobs else []
             job.token_ids += new

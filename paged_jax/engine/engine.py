@@ -210,7 +210,7 @@ class Engine:
     ) -> Iterator[Delta]:
         """The deltas of one request, as they come. Leaving the loop early takes the request back."""
         ids, params = self._check(prompt, params or SamplingParams())
-        return self._stream(self._enqueue(ids, params, None, salt, deque()))
+        return self._stream(ids, params, salt)
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
@@ -386,7 +386,8 @@ class Engine:
     def _namespace(self, salt: str) -> str:
         return f"{self._version}:{salt}"
 
-    def _stream(self, request: _Request) -> Iterator[Delta]:
+    def _stream(self, ids: tuple[int, ...], params: SamplingParams, salt: str) -> Iterator[Delta]:
+        request = self._enqueue(ids, params, None, salt, deque())
         try:
             while not request.finished or request.inbox:
                 yield from self._wait(request)

@@ -84,8 +84,14 @@ class ModelRunner:
     def reset(self) -> None:
         """A new state: empty rows, free pages."""
         # The memory may not hold two, and an error that is on its way may still refer to the old one.
-        jax.tree.map(lambda array: array.delete(), self.state)
+        self._delete_state()
         self.state = self._new_state()
+
+    def _delete_state(self, keep: Sequence[Any] = ()) -> None:
+        kept = {id(array) for array in keep}
+        for array in jax.tree.leaves(self.state):
+            if id(array) not in kept:
+                array.delete()
 
     def _new_state(self) -> EngineState:
         num_pages, page_size, *_ = self._sizes
@@ -110,7 +116,8 @@ class ModelRunner:
             raise ValueError(
                 "Engine: the snapshot comes from an engine with another model or other arguments"
             )
-        # The state is donated, and the snapshot stays the caller's.
+        # The memory may not hold two; and the new one will be donated, while the snapshot is the caller's.
+        self._delete_state(keep=leaves)
         self.state = jax.tree.unflatten(structure, [jnp.array(leaf) for leaf in leaves])
 
     def admit(self, admission: Admission) -> None:

@@ -1,6 +1,5 @@
 """What callers ask for and what they get back. No jax: plain Python values."""
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,6 +7,7 @@ from typing import Literal
 from paged_jax.engine.prefix_index import Chain
 from paged_jax.engine.text import TextWriter
 
+_FLOAT32_MAX = 2.0**128 - 2.0**104
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -76,13 +76,13 @@ class SamplingParams:
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty > 0, "greater than 0"),
-            "presence_penalty": (True, "finite"),
-            "frequency_penalty": (True, "finite"),
+            "presence_penalty": (True, "a number"),
+            "frequency_penalty": (True, "a number"),
         }
         for name, (in_range, wanted) in numbers.items():
             value = getattr(self, name)
-            if not in_range or not math.isfinite(value):
-                raise ValueError(f"SamplingParams: {name} must be {wanted}, got {value!r}")
+            if not in_range or not abs(value) <= _FLOAT32_MAX:
+                raise ValueError(f"SamplingParams: {name} must be {wanted} and fit float32, got {value!r}")
 
 
 def _are_token_ids(tokens: Seq[object]) -> bool:

@@ -62,11 +62,18 @@ class TextWriter:
                 return index + 1, self._give(len(self._text)), True
         return len(token_ids), self._give(self._certain()), False
 
-    def finish(self) -> str:
-        """The rest of the text, when no stop has ended it."""
+    def finish(self, end_token: int | None = None) -> str:
+        """The rest of the text, when no stop has ended it.
+
+        Args:
+            end_token: has just ended it by itself. It is no part of the text, but may complete a sequence.
+        """
         if self._stream is not None:
             self._text += self._stream.flush()
-        return self._give(len(self._text))
+        tokens = (*self._tokens, end_token)
+        starts = (*self._starts, len(self._text))
+        ends = [starts[-len(stop)] for stop in self._sequences if tokens[-len(stop) :] == stop]
+        return self._give(min(ends, default=len(self._text)))
 
     def _certain(self) -> int:
         end = len(self._text)
