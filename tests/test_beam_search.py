@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import quick_compilation as quick_compilation
 from flax import nnx
 from tiny import NO_STOPS, forward, greedy, random_prompts, tiny_llama
 

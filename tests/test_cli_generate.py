@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from engines import quick_compilation as quick_compilation
 from rich.console import Console
 from typer.testing import CliRunner
 

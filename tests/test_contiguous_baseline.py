@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import quick_compilation as quick_compilation
 from tiny import greedy, random_prompts, tiny_llama
 
 from paged_jax.generate import generate

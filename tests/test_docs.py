@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from engines import quick_compilation as quick_compilation
 
 import paged_jax.models
 

@@ -148,6 +148,8 @@ def compute(block: Block, wg: Array) -> None:
     """Attention of 64 rows of the tile over the steps of the split."""
     sizes, shared, begin, kv_end = block.sizes, block.shared, block.begin, block.kv_end
     kv_step, warpgroups = sizes.config.kv_step, sizes.config.compute_warpgroups
+    if warpgroups > 1:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     tile_shape = (WARPGROUP_ROWS, kv_step)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
     row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=PER_ROW) + wg * WARPGROUP_ROWS
@@ -243,8 +245,6 @@ def compute(block: Block, wg: Array) -> None:
         plgpu.barrier_arrive(shared["v_free"].at[slot])
         return acc, new_top, total
 
-    if warpgroups > 1:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     plgpu.barrier_wait(shared["q_ready"])
     pl.when(wg == 1)(take_turns)
     zero = full((WARPGROUP_ROWS, sizes.head_dim), 0, MATRIX)
@@ -272,6 +272,8 @@ def load(block: Block) -> None:
     """The queries, and step by step the pages, into shared memory."""
     sizes, shared, begin, kv_end = block.sizes, block.shared, block.begin, block.kv_end
     kv_step, stages, ring = sizes.config.kv_step, sizes.config.stages, sizes.ring
+    if sizes.config.compute_warpgroups > 1:
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
     last_page = jnp.minimum(lax.div(kv_end - 1, sizes.page_size), sizes.max_pages_per_row - 1)
 
     def page_ids(i: Array | int) -> tuple[Array, ...]:
@@ -374,8 +376,6 @@ def load(block: Block) -> None:
             plgpu.barrier_arrive(shared[f"{name}_ready"].at[slot])
         pl.when(i + stages < block.num_steps)(lambda: fetch_quantised(i + stages))
 
-    if sizes.config.compute_warpgroups > 1:
-        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
     plgpu.copy_gmem_to_smem(block.q, shared["q"].at[pl.ds(0, sizes.tile_rows)], shared["q_ready"])
     if sizes.quantised:
         pl.loop(0, jnp.minimum(stages, block.num_steps))(fetch_quantised)

@@ -123,7 +123,7 @@ def random_inputs(
     head_dim: int,
     page_size: int,
     dtype: DTypeLike = jnp.bfloat16,
-    pool_bytes: int = COLD_BYTES,
+    pool_bytes: int,
     seed: int = 0,
 ) -> PagedInputs:
     """Rows of random keys and values in shuffled pages of a pool of at least `pool_bytes`.
@@ -179,7 +179,9 @@ def tune(
     num_bytes = rows * length * heads.token_bytes
     found = {}
     for name, query_lens in kinds.items():
-        inputs = random_inputs([length] * rows, query_lens, **heads._asdict(), page_size=page_size)
+        inputs = random_inputs(
+            [length] * rows, query_lens, **heads._asdict(), page_size=page_size, pool_bytes=COLD_BYTES
+        )
         configs = candidates(problem_of(*inputs[:2], inputs.block_tables, inputs.query_starts, None))
         found[name] = num_bytes, try_tilings(inputs, configs, iterations_for(num_bytes))
     return found
