@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ def main() -> None:
     if options.skip is not None:
         work(options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the other process ends too
     results = Results(options.output_dir, options.small)
     command = [sys.executable, __file__, *(["--small"] if options.small else [])]
     if options.only:
@@ -92,10 +94,7 @@ def environment() -> dict[str, Any]:
     import harness
     import jax
 
-    try:
-        found = harness.environment()
-    except FileNotFoundError:  # there is no git
-        found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "commit": "unknown"}
+    found = harness.environment()
     found["memory_bytes"] = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     for package in ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from gpu_cases import roundings
+from gpu_cases import roundings, worst_roundings
 from gpu_child import Programs
-from gpu_decode import HEAD_DIM, KV_HEADS, Q_HEADS, ROUNDINGS, exact_row, token_bytes
+from gpu_decode import HEAD_DIM, KV_HEADS, Q_HEADS, exact_row, token_bytes
 from jax import Array
 
 from paged_jax.cli.tune import COLD_BYTES, attend_repeatedly, iterations_for, random_inputs, time_calls
@@ -93,7 +93,6 @@ class Prefill:
         first, _ = program.call(inputs)
         iterations = self._iterations(prompts)
         timing = time_calls(lambda: program.call(inputs), iterations)
-        worst = max(roundings_of_tokens(inputs, first, prompts))
         return {
             "tokens": sum(prompts.query_lens),
             "operations": prompts.operations,
@@ -102,14 +101,13 @@ class Prefill:
             "fastest": timing.fastest,
             "slowest": timing.slowest,
             "operations_per_second": prompts.operations / timing.median,
-            "roundings": worst,
-            "passed": worst <= ROUNDINGS,
+            **worst_roundings(roundings_of_tokens(inputs, first, prompts)),
             "iterations": iterations,
             "compile_seconds": program.compile_seconds,
         }
 
 
-def roundings_of_tokens(inputs: PagedInputs, output: Array, prompts: Prompts) -> list[float]:
+def roundings_of_tokens(inputs: PagedInputs, output: Array, prompts: Prompts) -> list[float | None]:
     """Errors of tokens at the start, in the middle and at the end, in units of that of rounding."""
     rows = np.repeat(np.arange(len(prompts.query_lens)), prompts.query_lens)
     starts = np.cumsum([0, *prompts.query_lens])
@@ -124,6 +122,5 @@ def roundings_of_tokens(inputs: PagedInputs, output: Array, prompts: Prompts) ->
             np.int32(length),
             page_size=prompts.page_size,
         )
-        error = roundings(np.asarray(output[token]), exact)
-        found.append(np.inf if error is None or np.isnan(error) else error)
+        found.append(roundings(np.asarray(output[token]), exact))
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "@@"  # begins an event; other lines are what libraries print
+KILLED = 20.0  # seconds that a driver may take to clean up behind a process
 
 Event = dict[str, Any]
 
@@ -62,8 +63,9 @@ def supervise(
                 return "done" if end == "done" else f"out of time at {_name(doing)}"
             if doing is None:
                 return f"did not start: {end}: {' | '.join(tail)}"
-            failure = f"{end} while {doing['doing']}: " + " | ".join(tail)
-            handle({"section": doing["section"], "item": doing["item"], "result": {"failure": failure}})
+            if not doing.get("reported"):
+                failure = f"{end} while {doing['doing']}: " + " | ".join(tail)
+                handle({"section": doing["section"], "item": doing["item"], "result": {"failure": failure}})
             skip = doing["resume"]
     return f"given up after {restarts} restarts at {_name(doing)}"
 
@@ -73,10 +75,16 @@ def _watch(
 ) -> tuple[Event | None, str, list[str]]:
     """What the child was doing last, how it ended, and the last lines that it printed."""
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
     )
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    reader = threading.Thread(target=_read, args=(child.stdout, lines), daemon=True)
+    reader.start()
     doing, tail = None, collections.deque(maxlen=8)
     try:
         while True:
@@ -93,21 +101,29 @@ def _watch(
                 tail.append(printed.strip()[:300])
             if not mark:
                 continue
-            event = json.loads(text)
+            try:
+                event = json.loads(text)
+            except ValueError:  # a library wrote into the middle of it
+                log.write(text)
+                continue
             if event.get("done"):
                 return doing, "done", []
             if "doing" in event:
                 doing, patience = event, event["patience"]
                 tail.clear()
+            if "result" in event and doing is not None:
+                doing = {**doing, "reported": True}
             handle(event)
     finally:
         _kill(child)
+        reader.join(KILLED)
         log.flush()
 
 
 def _read(stream: Any, lines: "queue.Queue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 
@@ -115,7 +131,8 @@ def _kill(child: "subprocess.Popen[str]") -> None:
     """With whatever it has started; a process that waits for a GPU does not listen to less."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(KILLED)
 
 
 def _name(doing: Event | None) -> str:

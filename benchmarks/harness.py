@@ -61,13 +61,13 @@ class ReadBandwidth:
 
 def environment() -> dict[str, Any]:
     """The hardware, the versions and the commit that a number belongs to."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.check_output(
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+        commit = ""
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform != "cpu" else _cpu_name(),
@@ -75,7 +75,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit.strip() or "unknown",
     }
 
 

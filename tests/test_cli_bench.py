@@ -18,8 +18,16 @@ TINY = Path(__file__).parent / "golden" / "tiny_llama3"
 WORKLOAD = ("--requests", 3, "--prompt-tokens", "2,9", "--new-tokens", "3,6", "--rows", 2, "--page-size", 4)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """At these sizes compiling is all the time there is."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True)
-def cache_in_tmp_path(monkeypatch):
+def _no_compilation_cache(monkeypatch):
     monkeypatch.setattr("paged_jax.cli.app._cache_compilations", lambda: None)
 
 
@@ -52,7 +60,7 @@ def test_json():
     assert (
         0 < found["time_to_first_token"]["median"] <= found["time_to_first_token"]["p90"] < found["seconds"]
     )
-    assert 0 < found["inter_token_time"]["median"]
+    assert found["inter_token_time"]["median"] > 0
 
 
 def test_text():
@@ -71,7 +79,6 @@ def test_text():
         (("--new-tokens", "4"), "--new-tokens: expected the least and the most"),
         (("--prompt-tokens", "few"), "expected whole numbers"),
         (("--requests", 0), "--requests"),
-        (("--prompt-tokens", "600,600"), "512"),
         (("--heads", "4,2,16"), "--heads goes with --tune"),
         (("--tune", "--heads", "4,3,16"), "expected query heads, a divisor of them as kv heads"),
         (("--tune",), "--tune times the GPU kernel, which cannot run here: it needs a GPU"),
@@ -106,7 +113,7 @@ def test_tune_prints_the_config_to_pass(tilings_for_cpu):
     result = run(*WORKLOAD, "--tune", "--heads", "2,1,8")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("paged_attention(..., tiling=Tiling(tile_tokens=1, pages_per_step=") == 2
-    assert result.stdout.count("chosen by the shapes") == 2
+    assert result.stdout.count("chosen") == 2
 
 
 def test_a_program_calls_attention_so_often():

@@ -340,7 +340,7 @@ class TestMemoryAndCompilation:
         ({"num_pages": -1}, "holds -1 pages of 16"),
         ({"stop_token_ids": 2}, "stop_token_ids=2"),
         ({"sampling": Sampling.create(3)}, r"sampling has shape \(3,\), and there are 2 prompts"),
-        ({"dtype": jnp.int8}, "dtype must be a floating type"),
+        ({"dtype": jnp.int16}, "dtype must be one of .*int8.*, got int16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,4 +1,4 @@
-"""The benchmark of the GPU kernel where there is no GPU: its programs lower, its watchman survives, it writes."""
+"""The benchmark of the GPU kernel where there is no GPU: it survives what it runs, and its programs lower."""
 
 import importlib
 import json
@@ -31,6 +31,9 @@ for place, item in enumerate(sys.argv[1].split(",")):
         os._exit(7)
     if item == "hang":
         time.sleep(60)
+    if item == "broken":
+        send(section="s", item=str(place), result={{"failure": "the GPU is gone"}})
+        os._exit(3)
     sys.stdout.write("unfinished")
     send(section="s", item=str(place), result={{"passed": True}})
 send(done=True)
@@ -59,6 +62,12 @@ def test_the_rest_runs_after_a_crash_and_a_hang(tmp_path):
     assert found["3"]["failure"] == "nothing for 0 s while running: a library says hang"
     assert json.loads((tmp_path / "gpu.json").read_text())["s"] == found
     assert "a library says fine" in (tmp_path / "log").read_text()
+
+
+def test_a_failure_that_was_reported_stays(tmp_path):
+    ended, found = watch(tmp_path, "broken,fine")
+    assert ended == "done"
+    assert found == {"0": {"failure": "the GPU is gone"}, "1": {"passed": True}}
 
 
 def test_too_many_crashes_are_given_up(tmp_path):
@@ -152,7 +161,7 @@ def test_larger_cases_reach_what_the_table_does_not(as_if_on_hopper):
     config = importlib.import_module("paged_jax.attention.kernel_config")
     chosen = []
     for case in cases.LARGE_CASES:
-        inputs, options = cases.call_of(case, "bfloat16", np.nan)
+        inputs, _ = cases.call_of(case, "bfloat16", np.nan)
         problem = config.problem_of(*inputs[:2], inputs.block_tables, inputs.query_starts, None)
         assert config.unsupported(problem) is None
         chosen.append(config.choose_config(problem))

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def test_sizes_that_no_kernel_has(sizes: dict, message: str):
     [
         (KernelConfig(17, 64, 2), {}, "64 rows a warpgroup = 64, got tile_tokens=17 of 4 heads = 68"),
         (KernelConfig(1, 64, 2), {"page_size": 48}, "or divide a page, got kv_step=64, page_size=48"),
-        (KernelConfig(1, 64, 7), {}, "needs 247552 bytes of shared memory and a block has 232448"),
+        (KernelConfig(1, 64, 7), {}, "needs 248576 bytes of shared memory and a block has 232448"),
     ],
 )
 def test_sizes_that_do_not_fit_the_call(config: KernelConfig, change: dict, message: str):
@@ -64,7 +65,7 @@ def test_sizes_that_do_not_fit_the_call(config: KernelConfig, change: dict, mess
 
 def problems() -> list[Problem]:
     found = []
-    head_dims, page_sizes = (64, 80, 96, 112, 128, 192, 256), (8, 16, 24, 32, 48, 64, 128, 208, 256)
+    head_dims, page_sizes = (16, 64, 80, 96, 112, 128, 192, 256), (8, 24, *range(16, 257, 16))
     sizes = itertools.product(head_dims, page_sizes, (False, True))
     for head_dim, page_size, quantised in sizes:
         pages = {"head_dim": head_dim, "page_size": page_size, **(INT8 if quantised else {})}
@@ -110,7 +111,9 @@ def test_short_rows_are_not_split_to_pieces():
 
 def test_prompts_have_two_warpgroups_and_decoding_beside_them_does_not():
     assert choose_config(DECODE._replace(num_tokens=4096, decode=False)).compute_warpgroups == 2
-    assert choose_config(DECODE._replace(num_tokens=40, decode=False)).compute_warpgroups == 1
+    beside = choose_config(DECODE._replace(num_tokens=40, decode=False))
+    assert beside.compute_warpgroups == 1
+    assert beside.tile_rows(DECODE.group) == 8
 
 
 @pytest.mark.parametrize(
@@ -121,9 +124,9 @@ def test_prompts_have_two_warpgroups_and_decoding_beside_them_does_not():
         ({"quantised": True}, "pages of bfloat16, or int8 and float8_e4m3fn with scales, not bfloat16"),
         ({"head_dim": 72}, "a multiple of 16, up to 256, not 72"),
         ({"head_dim": 512}, "a multiple of 16, up to 256, not 512"),
-        ({"page_size": 4}, "pages of 8 to 256 slots in multiples of 16, or of 8 up to 64, not 4"),
-        ({"page_size": 88}, "pages of 8 to 256 slots in multiples of 16, or of 8 up to 64, not 88"),
-        ({"page_size": 512}, "pages of 8 to 256 slots in multiples of 16, or of 8 up to 64, not 512"),
+        ({"page_size": 4}, "pages of 8, 24, and multiples of 16 up to 256 slots, not 4"),
+        ({"page_size": 40}, "pages of 8, 24, and multiples of 16 up to 256 slots, not 40"),
+        ({"page_size": 512}, "pages of 8, 24, and multiples of 16 up to 256 slots, not 512"),
     ],
 )
 def test_what_the_kernel_does_not_take(change: dict, reason: str):
@@ -149,6 +152,34 @@ def test_asked_for_by_name_where_it_cannot_run():
     choice = paged_attention_implementation(problem=DECODE)
     assert choice.name == "xla"
     assert "mosaic_hopper is not taken" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "change", "name", "reason"),
+    [
+        ("9.0", (0, 11, 0), {}, "mosaic_hopper", "the kernel for this GPU"),
+        ("9.0", (0, 12, 1), INT8, "mosaic_hopper", "the kernel for this GPU"),
+        ("9.0", (0, 10, 2), {}, "xla", "needs jax >= 0.11"),
+        ("8.0", (0, 11, 0), {}, "xla", "'A GPU' of compute capability 8.0"),
+        ("9.0", (0, 11, 0), {"q_dtype": "float32"}, "xla", "queries of bfloat16 or float16, not float32"),
+    ],
+)
+def test_what_is_chosen_on_a_gpu(
+    capability: str, version: tuple, change: dict, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    device = SimpleNamespace(compute_capability=capability, device_kind="A GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "__version_info__", version)
+    problem = DECODE._replace(**change)
+    choice = paged_attention_implementation(problem=problem)
+    assert choice.name == name
+    assert reason in choice.reason
+    if name == "mosaic_hopper":
+        assert paged_attention_implementation(name, problem).reason == "asked for by name"
+    else:
+        with pytest.raises(NotImplementedError, match=reason):
+            paged_attention_implementation("mosaic_hopper", problem)
 
 
 def test_a_tiling_chooses_its_implementation():

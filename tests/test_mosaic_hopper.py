@@ -41,8 +41,8 @@ def interpreter():
     jax.config.update("jax_disable_most_optimizations", True)  # at these sizes compiling is most of the time
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
-        assert not get_races().races_found
     jax.config.update("jax_disable_most_optimizations", False)
+    assert not get_races().races_found
 
 
 def for_kernel(case: Case) -> Case:

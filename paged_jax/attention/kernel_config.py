@@ -22,8 +22,8 @@ SHARED_MEMORY_OF_TWO = 115_712
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 or H200."""
 
-OVERHEAD = 1536
-"""Bytes for barriers and alignment."""
+OVERHEAD = 2560
+"""Bytes for barriers, and for buffers to begin at multiples of 1024."""
 
 SPLIT_OVERHEAD = 128
 """Tokens that could be read in the time a split takes to start, to drain, and to be merged."""
@@ -156,16 +156,14 @@ def unsupported(problem: Problem) -> str | None:
     if problem.head_dim % 16 or problem.head_dim > 256:
         return f"it takes a head_dim that is a multiple of 16, up to 256, not {problem.head_dim}"
     if not _kv_steps(problem.page_size):
-        return (
-            f"it takes pages of 8 to 256 slots in multiples of 16, or of 8 up to 64, not {problem.page_size}"
-        )
+        return f"it takes pages of 8, 24, and multiples of 16 up to 256 slots, not {problem.page_size}"
     return None
 
 
 def _kv_steps(page_size: int) -> list[int]:
     """The steps that hold whole pages or divide one, and that the matrix instructions take."""
-    if page_size % 8 or page_size > 256:
-        return []
+    if (page_size % 16 and page_size not in (8, 24)) or page_size > 256:
+        return []  # other multiples of 8 need steps that are too long for wide heads
     return [step for step in range(16, 129, 16) if step % page_size == 0 or page_size % step == 0]
 
 
@@ -182,6 +180,8 @@ def choose_config(problem: Problem) -> KernelConfig:
     tile_tokens = max(1, WARPGROUP_ROWS * compute_warpgroups // heads_per_tile)
     if problem.decode:
         tile_tokens = 1
+    elif compute_warpgroups == 1:  # not a whole tile for each row that decodes beside another's prompt
+        tile_tokens = min(tile_tokens, max(2 * query_tokens, 8 // heads_per_tile))
     two_blocks = compute_warpgroups == 1 and problem.head_dim <= (112 if problem.quantised else 128)
     if two_blocks:
         target = 64 if problem.head_dim <= 64 and not problem.quantised else 32

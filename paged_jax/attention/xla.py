@@ -19,13 +19,14 @@ from paged_jax.attention.schedule import Schedule, Tiling, make_schedule
 
 
 def default_tiling(max_query_len: int, group: int, page_size: int, max_pages_per_row: int) -> Tiling:
-    """About 256 kv tokens a step, and query tiles of about 64 (token, head) rows.
+    """About 256 kv tokens a step, and query tiles of about 32 (token, head) rows.
 
-    The matrices of one step then stay within a core's cache and fill its vector units; larger tiles
-    would be wasted on rows that decode beside others' prompts.
+    The matrices of one step then stay within a core's cache and fill its vector units. Larger tiles read a
+    prompt's keys less often, and are wasted on rows that decode beside it: on CPU, prompts take about
+    as long with 32 as with 64, and mixed steps two thirds of it.
     """
     return Tiling(
-        tile_tokens=max(1, min(64 // group, max_query_len)),
+        tile_tokens=max(1, min(32 // group, max_query_len)),
         pages_per_step=max(1, min(256 // page_size, max_pages_per_row)),
     )
 

@@ -215,7 +215,7 @@ def _tune(
         return
     for name, (num_bytes, trials) in found.items():
         _print_rich(tune.as_text(f"{name}: {rows} rows of {length} tokens", trials, num_bytes))
-        _print_rich(f"paged_attention(..., tiling={tune.fastest(trials).tiling})\n")
+        print(f"paged_attention(..., tiling={tune.fastest(trials).tiling})\n")
 
 
 def _model_heads(name_or_path: str) -> tuple[int, ...]:

@@ -202,19 +202,21 @@ def try_tilings(
 
 
 def as_text(title: str, trials: Sequence[Trial], num_bytes: int) -> Table:
-    """The trials from the fastest to the slowest, then the failures.
+    """The trials from the fastest to the slowest, then the failures; marked, what is chosen by the shapes.
 
     `num_bytes`: of keys and values that one call reads.
     """
-    names = asdict(trials[0].tiling)
-    table = Table(*names, "us", "GB/s", "", title=title, box=None, title_justify="left")
+    table = Table(title=title, box=None, title_justify="left")
+    for name in (*asdict(trials[0].tiling), "us", "GB/s"):
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
+    table.add_column()
     for trial in sorted(trials, key=lambda trial: trial.timing.median if trial.timing else math.inf):
         sizes = map(str, asdict(trial.tiling).values())
         if trial.timing is None:
             table.add_row(*sizes, "", "", trial.failure)
         else:
             seconds = trial.timing.median
-            note = "chosen by the shapes" if trial is trials[0] else ""
+            note = "chosen" if trial is trials[0] else ""
             table.add_row(*sizes, f"{seconds * 1e6:.1f}", f"{num_bytes / seconds / 1e9:.0f}", note)
     return table
 
