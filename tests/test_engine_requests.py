@@ -275,6 +275,7 @@ class TestRefusals:
             ({"max_tokens": True}, "max_tokens must be .* got True"),
             ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
             ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+            ({"temperature": 1e300}, r"temperature must fit a float32, got 1e\+300"),
             ({"top_k": -1}, r"top_k must be a whole number in \[0, .* got -1"),
             ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
             ({"min_p": 1.1}, r"min_p must be in \[0, 1\], got 1.1"),

@@ -257,7 +257,7 @@ class TestThreads:
     def test_nothing_is_missed_by_who_looks_in_the_middle_of_a_delivery(self, monkeypatch):
         engine = make_engine()
         stream = engine.stream(PROMPTS[0], params(), salt="read by another thread")
-        deltas: list[Delta] = []
+        deltas = [next(stream)]
         reader = threading.Thread(target=lambda: deltas.extend(stream), daemon=True)
 
         def make_delta(*args):

@@ -1,5 +1,6 @@
 """What callers ask for and what they get back. No jax: plain Python values."""
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,13 +77,15 @@ class SamplingParams:
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty > 0, "greater than 0"),
-            "presence_penalty": (True, "a number"),
-            "frequency_penalty": (True, "a number"),
+            "presence_penalty": (True, "finite"),
+            "frequency_penalty": (True, "finite"),
         }
         for name, (in_range, wanted) in numbers.items():
             value = getattr(self, name)
-            if not in_range or not abs(value) <= _FLOAT32_MAX:
-                raise ValueError(f"SamplingParams: {name} must be {wanted} and fit float32, got {value!r}")
+            if not in_range or not math.isfinite(value):
+                raise ValueError(f"SamplingParams: {name} must be {wanted}, got {value!r}")
+            if abs(value) > _FLOAT32_MAX:
+                raise ValueError(f"SamplingParams: {name} must fit a float32, got {value!r}")
 
 
 def _are_token_ids(tokens: Seq[object]) -> bool:
