@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import transformers_baseline
 from contiguous import ContiguousServer
 from flax import nnx
@@ -26,7 +25,7 @@ from harness import arguments, report, time_in_turns
 from rich.console import Console
 
 from paged_jax import Engine
-from paged_jax.cli.bench import Served, Workload, serve
+from paged_jax.cli.bench import Served, Workload, serve, spread
 from paged_jax.models import Llama, load
 
 PAGE_SIZE = 16
@@ -137,8 +136,8 @@ def _contiguous(server: ContiguousServer, workload: Workload, served: Served) ->
         "peak_concurrent": serving.peak_concurrent,
         "wasted_slots": serving.wasted_slots // len(tokens) * serving.peak_concurrent,
         "seconds": serving.seconds,
-        "time_to_first_token": _spread(first),
-        "inter_token_time": _spread(between),
+        "time_to_first_token": spread(first),
+        "inter_token_time": spread(between),
         "kv_bytes": server.cache_bytes,
         "same_tokens_as_engine": sum(a == b for a, b in zip(tokens, served.token_ids, strict=True)),
     }
@@ -160,8 +159,8 @@ def _transformers(workload: Workload, python: Path | None) -> dict[str, Any] | N
         "requests": len(found["tokens"]),
         "seconds": found["seconds"],
         "peak_concurrent": 16,
-        "time_to_first_token": _spread(found["first_token_seconds"]),
-        "inter_token_time": _spread(between),
+        "time_to_first_token": spread(found["first_token_seconds"]),
+        "inter_token_time": spread(between),
         "versions": found["versions"],
     }
 
@@ -184,11 +183,6 @@ def _bound(model: Llama, steps_by_size: dict[int, int], rows: int, rounds: int) 
     runs = {size: (lambda x=x: products(parameters, x)) for size, x in inputs.items()}
     seconds = time_in_turns(runs, rounds)
     return sum(count * seconds[size] for size, count in steps_by_size.items())
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    median, p90 = np.quantile(values, [0.5, 0.9]).tolist()
-    return {"median": median, "p90": p90}
 
 
 def _rows(results: dict[str, Any]) -> list[dict[str, Any]]:

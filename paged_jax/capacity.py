@@ -152,7 +152,7 @@ def memory_budget(fraction: float, device: "jax.Device") -> int:
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"the fraction of the device memory must be in (0, 1], got {fraction}")
-    free = _reported_free_memory(device)
+    free = reported_free_memory(device)
     if free is None:
         raise ValueError(f"the device {device} does not report its memory: give the budget in bytes")
     return int(free * Fraction(fraction))
@@ -167,7 +167,7 @@ def check_memory(num_bytes: int, device: "jax.Device") -> None:
     Raises:
         ValueError: if `num_bytes` is more than that.
     """
-    available = _reported_free_memory(device)
+    available = reported_free_memory(device)
     if available is None and device.platform == "cpu":
         available = physical_memory()
     if available is not None and num_bytes > available:
@@ -292,7 +292,8 @@ def _check_positive(**sizes: object) -> None:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
-def _reported_free_memory(device: "jax.Device") -> int | None:
+def reported_free_memory(device: "jax.Device") -> int | None:
+    """Bytes that nobody uses yet; None where the device does not report them, as the CPU."""
     stats: Mapping[str, int] = device.memory_stats() or {}
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
 

@@ -1,7 +1,7 @@
 """A workload of random requests through the engine, and what it took."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,8 @@ class Served:
             "compiles_after_warmup": metrics.compiles,
             "host_seconds": metrics.host_seconds,
             "seconds": self.seconds,
-            "time_to_first_token": _spread(self.first_token),
-            "inter_token_time": _spread(self.between_tokens),
+            "time_to_first_token": spread(self.first_token),
+            "inter_token_time": spread(self.between_tokens),
             "preemptions": metrics.preemptions,
             "visits": metrics.visits,
             "steps": metrics.steps,
@@ -127,10 +127,8 @@ def as_text(served: Served) -> Table:
     table.add_row("tokens", f"{metrics.prompt_tokens} read, {found['new_tokens']} written")
     table.add_row("time", f"{served.seconds:.1f} s, {found['tokens_per_second']:.1f} tokens/s")
     for name, key in (("first token", "time_to_first_token"), ("between tokens", "inter_token_time")):
-        spread = found[key]
-        table.add_row(
-            name, f"{1000 * spread['median']:.0f} ms (median), {1000 * spread['p90']:.0f} ms (90 %)"
-        )
+        times = found[key]
+        table.add_row(name, f"{1000 * times['median']:.0f} ms (median), {1000 * times['p90']:.0f} ms (90 %)")
     table.add_row("rows", f"{metrics.peak_running} at once, {metrics.preemptions} preempted")
     table.add_row("pages", f"{metrics.peak_pages} of {metrics.pages} used at once")
     table.add_row("wasted", f"{served.peak_wasted_slots_per_row:.1f} slots a row at most")
@@ -139,6 +137,7 @@ def as_text(served: Served) -> Table:
     return table
 
 
-def _spread(values: tuple[float, ...]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median and what 90 % stay below; zeros where there is nothing."""
     median, p90 = np.quantile(values, [0.5, 0.9]).tolist() if values else (0.0, 0.0)
     return {"median": median, "p90": p90}

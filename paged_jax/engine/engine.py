@@ -7,7 +7,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,11 +161,12 @@ class Engine:
         drafts = [self._check(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
         requests = [self._enqueue(ids, one, None, salt, deque()) for ids, one in drafts]
         try:
-            with Console(stderr=True).status("") if progress else _Silent() as status:
+            with Console(stderr=True).status("") if progress else nullcontext() as status:
                 for request in requests:
                     while not request.finished:
                         self._wait(request)
-                        status.update(self.metrics.line())
+                        if status:
+                            status.update(self.metrics.line())
         finally:
             self._abort([request.request_id for request in requests if not request.finished])
         return [request.output() for request in requests]
@@ -472,16 +473,3 @@ class Engine:
             request.unfinished -= job.finish_reason is not None  # and not before: now nothing is to come
             if request.finished:
                 del self._requests[job.request_id]
-
-
-class _Silent:
-    """Where no progress is shown."""
-
-    def __enter__(self) -> "_Silent":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, line: str) -> None:
-        pass

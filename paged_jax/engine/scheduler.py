@@ -11,6 +11,7 @@ from collections.abc import Sequence as PageIds
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paged_jax.capacity import pages_for
 from paged_jax.engine.prefix_index import Chain, PrefixIndex
 from paged_jax.engine.request import Sequence
 
@@ -59,7 +60,7 @@ class Limits:
         return self.steps_per_visit * (1 + self.draft_tokens)
 
     def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        return pages_for(num_tokens, self.page_size)
 
     def most_pages(self, num_tokens: int) -> int:
         """The most that a row with so many tokens in pages holds at once, on the way included."""

@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.capacity import check_memory, memory_budget, pages_in_budget, parse_size, physical_memory
+from paged_jax.capacity import (
+    check_memory,
+    memory_budget,
+    pages_for,
+    pages_in_budget,
+    parse_size,
+    physical_memory,
+    reported_free_memory,
+)
 from paged_jax.engine.scheduler import Limits
 from paged_jax.engine.steps import EngineModel
-from paged_jax.under_jit import check_sizes
+from paged_jax.under_jit import check_sizes, power_of_two
 
 
 def limits_of(
@@ -38,7 +46,7 @@ def limits_of(
         page_size=page_size,
         steps_per_visit=steps_per_visit,
     )
-    small = 1 << (2 * max_rows - 1).bit_length()
+    small = power_of_two(2 * max_rows)
     if isinstance(step_tokens, int):
         step_tokens = (small, step_tokens) if 4 * small <= step_tokens else (step_tokens,)
     sizes = tuple(sorted(step_tokens))
@@ -59,7 +67,7 @@ def limits_of(
         raise ValueError(f"Engine: give num_pages or memory, not both; got {num_pages=}, {memory=}")
     page_bytes = _bytes_per_page(model, page_size, dtype)
     if num_pages is None:
-        num_pages = _pages_in(memory, page_bytes, page_size, max_rows, -(-max_length // page_size))
+        num_pages = _pages_in(memory, page_bytes, page_size, max_rows, pages_for(max_length, page_size))
     check_sizes("Engine", num_pages=num_pages)
     check_memory(num_pages * page_bytes, jax.devices()[0])
     return Limits(
@@ -89,8 +97,7 @@ def _pages_in(
         ValueError: if it is no size, or does not hold one row.
     """
     device = jax.devices()[0]
-    reports = device.memory_stats() is not None and "bytes_limit" in device.memory_stats()
-    if memory is None and not reports:
+    if memory is None and reported_free_memory(device) is None:
         enough = max_rows * max_pages_per_row
         machine = physical_memory()
         return enough if machine is None else min(enough, max(max_pages_per_row, machine // 4 // page_bytes))
