@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from paged_jax.attention.schedule import Schedule, make_schedule
+from paged_jax.attention.schedule import Schedule, longest_first, make_schedule
 from paged_jax.models import Llama, LlamaConfig
 
 Cache = tuple[tuple[Array, Array], ...]  # of each layer k and v, [rows, kv_heads, max_length, head_dim]
 
-_KV_STEP = 256  # keys that attention reads at once
-_TILE_ROWS = 64  # queries times heads of one matrix
+# As in the package's attention: keys read at once, queries times heads of one matrix, and matrices at a time.
+_KV_STEP, _TILE_ROWS, _CPU_BATCH = 128, 32, 24
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def layout_step(
         page_size=1,
         sliding_window=config.sliding_window,
     )
-    return StepLayout(rows, positions, last_tokens, schedule, tile_tokens)
+    return StepLayout(rows, positions, last_tokens, longest_first(schedule), tile_tokens)
 
 
 def forward(
@@ -106,8 +106,8 @@ def _attend(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Causal attention of each tile over its row's slots up to its end, with an online softmax.
 
-    On CPU one (tile, kv head) after the other: plain 2-D products of just the keys that the row has are
-    faster there than one batched product over the full width.
+    On CPU a few (tile, kv head) pairs of about the same length at a time: products of just the keys that the
+    rows have are faster there than one product over the full width.
     """
     tokens, q_heads, head_dim = q.shape
     _, kv_heads, max_length, _ = k_cache.shape
@@ -160,8 +160,15 @@ def _attend(
         return (acc / jnp.where(total == 0, 1.0, total)).reshape(tile_tokens, group, head_dim)
 
     work = tuple(index.reshape(-1) for index in jnp.indices((num_tiles, kv_heads), dtype=jnp.int32))
-    output = lax.platform_dependent(
-        work, cpu=lambda work: lax.map(attend, work), default=lambda work: jax.vmap(attend)(work)
-    ).reshape(num_tiles, kv_heads, tile_tokens, group, head_dim)
+
+    def in_batches(work: tuple[Array, Array]) -> Array:
+        pieces = num_tiles * kv_heads
+        batch = min(_CPU_BATCH, pieces)
+        batches = (jnp.pad(index, (0, -pieces % batch), mode="edge").reshape(-1, batch) for index in work)
+        results = lax.map(jax.vmap(attend), tuple(batches))
+        return results.reshape(-1, *results.shape[2:])[:pieces]
+
+    output = lax.platform_dependent(work, cpu=in_batches, default=jax.vmap(attend))
+    output = output.reshape(num_tiles, kv_heads, tile_tokens, group, head_dim)
     at = (schedule.token_tiles, slice(None), schedule.token_offsets)
     return output.at[at].get(mode="fill", fill_value=0).reshape(q.shape).astype(q.dtype)

@@ -349,7 +349,7 @@ def test_generate_writes_what_the_pages_mean():
 
 @pytest.mark.usefixtures("_quick_compilation")
 def test_b72_generate_updates_int8_pages_in_place():
-    state = start(tiny_llama(), random_prompts(9, 1, 20), page_size=4, num_pages=8192, dtype="int8")
+    state = start(tiny_llama(), random_prompts(9, 1, 20), page_size=4, num_pages=32768, dtype="int8")
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.pages))
     memory = _run.lower(*nnx.split(tiny_llama()), state, np.int32(1)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool

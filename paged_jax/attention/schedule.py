@@ -86,3 +86,12 @@ def make_schedule(
         token_tiles=jnp.where((in_row >= 0) & (in_row < query_lens[row]), token_tiles, num_tiles),
         token_offsets=in_row % tile_tokens,
     )
+
+
+def longest_first(schedule: Schedule) -> Schedule:
+    """The same tiles, those with the longest kv range first, so that neighbours take about as long."""
+    order = jnp.argsort(schedule.kv_begins - schedule.kv_ends)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    *of_tiles, token_tiles, token_offsets = schedule
+    moved = places.at[token_tiles].get(mode="fill", fill_value=order.shape[0])
+    return Schedule(*(values[order] for values in of_tiles), moved, token_offsets)
