@@ -20,9 +20,10 @@ class RaggedBatch:
     Padding tokens have row R, position -1 and page id NO_PAGE; nothing of them is stored.
     """
 
-    block_tables: Int32[Array, "rows max_pages_per_row"]  # [R, M]
-    lengths: Int32[Array, " rows"]  # [R] with this step's tokens; 0 for a row that has none in this step
+    block_tables: Int32[Array, "rows max_pages_per_row"]  # [R, M]; [T, M], one for each token, to decode
+    lengths: Int32[Array, " rows"]  # of them, with this step's tokens; 0 for a row that has none in this step
     query_starts: Int32[Array, " rows+1"] | None  # row r owns tokens query_starts[r]:query_starts[r + 1]
+    last_tokens: Int32[Array, " rows"]  # [R] where each row's last token stands; any index if it has none
     rows: Int32[Array, " tokens"]  # [T]
     positions: Int32[Array, " tokens"]  # [T]
     page_ids: Int32[Array, " tokens"]  # [T]
@@ -63,6 +64,7 @@ class RaggedBatch:
             block_tables=table.block_tables,
             lengths=jnp.where(counts > 0, table.lengths, 0),
             query_starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+            last_tokens=jnp.maximum(ends - 1, 0),
             rows=rows,
             positions=positions,
             page_ids=page_ids,
@@ -72,11 +74,18 @@ class RaggedBatch:
         )
 
     @classmethod
-    def decode(cls, table: PageTable, active: Bool[ArrayLike, " rows"]) -> "RaggedBatch":
-        """The last token of every active row; token r belongs to row r, and is padding where not active.
+    def decode(
+        cls, table: PageTable, active: Bool[ArrayLike, " rows"], size: int | None = None
+    ) -> "RaggedBatch":
+        """The last token of every active row.
+
+        Args:
+            size: at most so many rows are active, and only they are computed: token t is that of the t-th
+                active row. Without it, token r is that of row r, and padding where the row is not active.
 
         Raises:
-            ValueError: if `active` is not a bool array of shape [R].
+            ValueError: if `active` is not a bool array of shape [R]; outside jit, if more rows than `size`
+                are active. Under jit, those after them have no token.
         """
         active = jnp.asarray(active)
         if active.dtype != bool or active.shape != table.lengths.shape:
@@ -85,24 +94,26 @@ class RaggedBatch:
                 f"got {active.dtype} {list(active.shape)}"
             )
         active &= table.lengths > 0
-        rows = jnp.where(active, jnp.arange(table.max_rows, dtype=jnp.int32), table.max_rows)
-        positions = jnp.where(active, table.lengths - 1, -1)
-        page_ids, slots = locate(table, rows, positions)
+        places = jnp.arange(table.max_rows, dtype=jnp.int32)
+        rows = jnp.where(active, places, table.max_rows)
+        if size is not None:
+            places = jnp.cumsum(active, dtype=jnp.int32) - 1
+            if not isinstance(places, jax.core.Tracer) and places[-1] >= size:
+                raise ValueError(f"RaggedBatch.decode: {int(places[-1]) + 1} rows are active, for {size=}")
+            rows = jnp.nonzero(active, size=size, fill_value=table.max_rows)[0].astype(jnp.int32)
+            places = jnp.clip(places, 0, size - 1)
+        row = jnp.minimum(rows, table.max_rows - 1)
+        lengths = jnp.where(rows < table.max_rows, table.lengths[row], 0)
+        page_ids, slots = locate(table, rows, lengths - 1)
         return cls(
-            block_tables=table.block_tables,
-            lengths=jnp.where(active, table.lengths, 0),
+            block_tables=table.block_tables if size is None else table.block_tables[row],
+            lengths=lengths,
             query_starts=None,
+            last_tokens=places,
             rows=rows,
-            positions=positions,
+            positions=lengths - 1,
             page_ids=page_ids,
             slots=slots,
             num_pages=table.num_pages,
             page_size=table.page_size,
         )
-
-    @property
-    def last_tokens(self) -> Int32[Array, " rows"]:
-        """Where each row's last token stands among the T; any valid index for a row without one."""
-        if self.query_starts is None:
-            return jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
-        return jnp.maximum(self.query_starts[1:] - 1, 0)

@@ -33,7 +33,9 @@ def live_bytes() -> int:
     return num_bytes([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
-@pytest.mark.parametrize("form", [Form(8, 0, 1), Form(None, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "form", [Form(8, False, 0, 1), Form(4, True, 0, 4), Form(2, True, 0, 4), Form(12, False, 2, 4)], ids=str
+)
 def test_b72_the_pool_is_updated_in_place(form):
     """64 MiB of pages. Nothing of that size is copied, whether a row finds too few pages or not."""
     model = tiny_llama()

@@ -17,7 +17,7 @@ from paged_jax.ragged_batch import RaggedBatch
 
 extend = jax.jit(page_table.extend)
 packed = jax.jit(RaggedBatch.packed, static_argnums=2)
-decode = jax.jit(RaggedBatch.decode)
+decode = jax.jit(RaggedBatch.decode, static_argnames="size")
 
 ROWS, PAGE_SIZE = 4, 4
 
@@ -76,6 +76,29 @@ def test_decode_is_packed_with_one_token_per_active_row(lengths, mask):
         of_rows, live = np.asarray(getattr(one_each, name)), np.asarray(one_each.rows) < ROWS
         assert of_rows[live].tolist() == np.asarray(getattr(batch, name))[: live.sum()].tolist()
         assert np.unique(of_rows[~live]).tolist() in ([], [{"rows": ROWS, "slots": 0}.get(name, -1)])
+
+
+@given(st.lists(st.integers(0, 20), min_size=ROWS, max_size=ROWS), st.integers(0, 15), st.integers(1, 6))
+def test_decode_of_a_size_takes_the_active_rows_alone(lengths, mask, size):
+    """The first `size` of them, as packed without the others."""
+    table, active = table_of(*lengths), np.array([bool(mask >> row & 1) for row in range(ROWS)])
+    live = [row for row in range(ROWS) if active[row] and lengths[row]]
+    taken = live[:size]
+    batch = decode(table, active, size=size)
+    expected = packed(table, np.isin(np.arange(ROWS), taken).astype(int), size)
+    for name in ("rows", "positions", "page_ids", "slots"):
+        chex.assert_trees_all_equal(getattr(batch, name), getattr(expected, name))
+    padding = [0] * (size - len(taken))
+    assert batch.lengths.tolist() == [lengths[row] for row in taken] + padding
+    chex.assert_trees_all_equal(batch.block_tables[: len(taken)], table.block_tables[np.array(taken, int)])
+    chex.assert_shape(batch.block_tables, (size, table.max_pages_per_row))
+    assert [int(batch.last_tokens[row]) for row in taken] == list(range(len(taken)))
+    assert all(0 <= token < size for token in batch.last_tokens.tolist())
+    if len(live) > size:
+        with pytest.raises(ValueError, match=rf"{len(live)} rows are active, for size={size}"):
+            RaggedBatch.decode(table, active, size)
+    else:
+        chex.assert_trees_all_equal(RaggedBatch.decode(table, active, size), batch)
 
 
 def test_b49_chunks_lie_where_the_table_says():

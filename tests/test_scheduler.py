@@ -98,10 +98,10 @@ class Device:
         plan = policy.next_run()
         if policy.index is not None:
             self.unpin(policy.index.evict(max(0, plan.num_pages - len(self.free))))
-        assert sum(plan.num_tokens.values()) <= (plan.size or 10**9)
+        assert sum(plan.num_tokens.values()) <= plan.size
         starts = {row: job.length for row, job in policy.running.items()}
         lengths, filled, going = dict(starts), {row: [] for row in starts}, set(starts)
-        for step in range(1 if plan.size else self.limits.steps_per_visit):
+        for step in range(self.limits.steps_per_visit if plan.decode else 1):
             refused = False
             for row in sorted(going):
                 job, count = policy.running[row], plan.num_tokens[row]
@@ -286,7 +286,7 @@ class TestRuns:
 
     def test_prompts_share_a_step_in_the_order_they_came(self):
         policy = self.running(20, 30, 5)
-        assert policy.next_run() == (32, {0: 20, 1: 11, 2: 1}, 5 + 3 + 1)
+        assert policy.next_run() == (32, False, {0: 20, 1: 11, 2: 1}, 5 + 3 + 1)
 
     def test_every_row_takes_part_in_every_step(self):
         policy = self.running(60, 60, 1, 60)
@@ -296,13 +296,21 @@ class TestRuns:
         assert self.running(7, 1).next_run().size == 8
         assert self.running(8, 1).next_run().size == 32
 
+    def test_the_smallest_step_that_holds_the_rows_that_decode(self):
+        def size(max_rows: int, running: int) -> int:
+            policy = self.running(*[1] * running, max_rows=max_rows)
+            return policy.next_run().size
+
+        assert [size(64, running) for running in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+        assert [size(31, 1), size(33, 17), size(33, 18), size(4, 1)] == [31, 17, 33, 4]
+
     def test_rows_that_decode(self):
         """Four steps each, but never past the token before the last: 10 to 14 and 4 to 8 take a page each."""
         policy = self.running(10, 4, 3)
         for row, length in enumerate((10, 4, 3)):
             policy.advance(policy.running[row], length, [])
             policy.running[row].token_ids.append(0)
-        assert policy.next_run() == (None, {0: 1, 1: 1, 2: 1}, 1 + 1 + 1)
+        assert policy.next_run() == (4, True, {0: 1, 1: 1, 2: 1}, 1 + 1 + 1)
         policy.running[2].max_tokens = 5  # one more to store, which has its page
         assert policy.next_run().num_pages == 1 + 1
 

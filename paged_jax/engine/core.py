@@ -49,8 +49,6 @@ class EngineCore:
             num_stops=num_stops,
             dtype=dtype,
         )
-        self._decode = Form(None, 0, limits.steps_per_visit)
-        self._decode_drafts = Form(None, limits.draft_tokens, limits.steps_per_visit)
         self._num_free = limits.num_pages
         self._short_of_pages = False  # the last run, which had drafts
         self._news: list[News] = []
@@ -98,8 +96,10 @@ class EngineCore:
 
     def warm_up(self) -> tuple[int, Iterator[str]]:
         """The number of programs, and an iterator that compiles one after each name that it yields."""
-        forms = [Form(size, 0, 1) for size in self.limits.sizes]
-        forms += dict.fromkeys((self._decode, self._decode_drafts))
+        limits = self.limits
+        forms = [Form(size, False, 0, 1) for size in limits.sizes]
+        forms += [self._decode_form(size, limits.draft_tokens) for size in limits.decode_sizes]
+        forms += [self._decode_form(size, 0) for size in limits.decode_sizes if limits.draft_tokens]
         return 1 + len(forms), self._runner.warm_up(forms)
 
     def replace_model(self, model: EngineModel) -> None:
@@ -145,21 +145,17 @@ class EngineCore:
         plan = scheduler.next_run()
         if (missing := plan.num_pages - self._num_free) > 0 and scheduler.index is not None:
             self._change(unpinned=scheduler.index.evict(missing))
-        if plan.size is not None:
-            form, steps = Form(plan.size, 0, 1), 1
-        else:
+        if plan.decode:
             # Without guesses a row may still find the page that it needs.
-            form, steps = (
-                self._decode if self._short_of_pages else self._decode_drafts,
-                self.limits.steps_per_visit,
-            )
+            form = self._decode_form(plan.size, 0 if self._short_of_pages else self.limits.draft_tokens)
+        else:
+            form = Form(plan.size, False, 0, 1)
         began = time.perf_counter()
-        report = self._runner.run(form, plan.num_tokens, steps, bool(scheduler.waiting))
+        report = self._runner.run(form, plan.num_tokens, form.max_steps, bool(scheduler.waiting))
         metrics.device_seconds += time.perf_counter() - began
         metrics.visits += 1
         metrics.steps += int(report.num_steps)
-        size = form.size or self.limits.max_rows * (1 + form.drafts)
-        metrics.steps_by_size[size] = metrics.steps_by_size.get(size, 0) + int(report.num_steps)
+        metrics.steps_by_size[form.size] = metrics.steps_by_size.get(form.size, 0) + int(report.num_steps)
         metrics.computed_tokens += int(report.num_tokens)
         metrics.drafted_tokens += int(report.num_drafted)
         metrics.accepted_tokens += int(report.num_accepted)
@@ -168,6 +164,9 @@ class EngineCore:
         metrics.peak_pages = max(metrics.peak_pages, used)
         self._short_of_pages = form.drafts > 0 and bool(report.refused.any())
         self._read(report)
+
+    def _decode_form(self, rows: int, drafts: int) -> Form:
+        return Form(rows * (1 + drafts), drafts == 0, drafts, self.limits.steps_per_visit)
 
     def _read(self, report: Report) -> None:
         """Takes over what a run has written, keeps its full pages, and lets go of rows that have ended."""

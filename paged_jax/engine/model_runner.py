@@ -178,7 +178,8 @@ class ModelRunner:
         self.admit(Admission(nobody, self.state.rows.table.max_rows, 0, (), None))
         self.update()
         for form in forms:
-            yield f"{form.size} tokens" if form.size else "decode with drafts" if form.drafts else "decode"
+            drafts = ", with drafts" if form.drafts else ""
+            yield f"{form.size} rows" if form.decode else f"{form.size} tokens{drafts}"
             self.run(form, {}, 0, False)
 
     def _set_rows(self, rows: Any) -> None:

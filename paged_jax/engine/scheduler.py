@@ -26,10 +26,15 @@ class Admission(NamedTuple):
     parent: Sequence | None  # a sibling that runs, and whose pages hold them
 
 
+FEWEST_ROWS = 16
+"""Steps of fewer tokens have no program of their own: reading the weights takes most of their time."""
+
+
 class Run(NamedTuple):
     """What the device does next: every running row takes up `num_tokens[row]` tokens a step."""
 
-    size: int | None  # tokens of a packed step; None: all rows decode
+    size: int  # the most tokens of a step; of one in which all rows decode, the most rows
+    decode: bool
     num_tokens: dict[int, int]
     num_pages: int  # that the run may take
 
@@ -58,6 +63,14 @@ class Limits:
     def max_tokens(self) -> int:
         """The most that one run adds to a row that decodes."""
         return self.steps_per_visit * (1 + self.draft_tokens)
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Rows of a step in which all rows decode, ascending: all there are, half of them, and so on."""
+        sizes = [self.max_rows]
+        while sizes[0] >= 2 * FEWEST_ROWS:
+            sizes.insert(0, -(-sizes[0] // 2))
+        return tuple(sizes)
 
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.page_size)
@@ -235,9 +248,9 @@ class Scheduler:
                 self._grown(sequence, min(self.limits.max_tokens, sequence.max_tokens - 1 - sequence.length))
                 for sequence in self.running.values()
             )
-            return Run(None, tokens, pages)
-        size = next(size for size in self.limits.sizes if size >= sum(tokens.values()))
-        return Run(size, tokens, self._next_pages(tokens))
+            return Run(_smallest(self.limits.decode_sizes, len(tokens)), True, tokens, pages)
+        size = _smallest(self.limits.sizes, sum(tokens.values()))
+        return Run(size, False, tokens, self._next_pages(tokens))
 
     def _next_pages(self, tokens: dict[int, int]) -> int:
         return sum(self._grown(self.running[row], count) for row, count in tokens.items())
@@ -276,3 +289,7 @@ class Scheduler:
 
 def _age(sequence: Sequence) -> tuple[int, int]:
     return sequence.arrival, sequence.index
+
+
+def _smallest(sizes: tuple[int, ...], count: int) -> int:
+    return next(size for size in sizes if size >= count)

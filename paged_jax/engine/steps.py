@@ -82,13 +82,14 @@ class Form(NamedTuple):
     """The shape of a `run`: one compiled program each.
 
     Attributes:
-        size: tokens of a packed step, for prompts and their mixture with decoding rows. None: one token
-            a row, and further ones where drafts are verified.
+        size: the most tokens of a step.
+        decode: whether each row has one token, or several of them: prompts, drafts to verify.
         drafts: tokens a row that are guessed and verified in each step.
         max_steps: the most steps of one run.
     """
 
-    size: int | None
+    size: int
+    decode: bool
     drafts: int
     max_steps: int
 
@@ -219,12 +220,10 @@ def run(
         table, grant = page_table.extend(rows.table, wanted)
         taken = jnp.where(grant.granted, wanted, 0)
         pages = pages.copy(grant.copies)
-        if form.size is not None:
-            batch = RaggedBatch.packed(table, taken, form.size)
-        elif form.drafts:
-            batch = RaggedBatch.packed(table, taken, num_rows * (1 + form.drafts))
+        if form.decode:
+            batch = RaggedBatch.decode(table, taken > 0, None if form.size == num_rows else form.size)
         else:
-            batch = RaggedBatch.decode(table, taken > 0)
+            batch = RaggedBatch.packed(table, taken, form.size)
         hidden, pages = model(
             rows.tokens[jnp.minimum(batch.rows, num_rows - 1), batch.positions], pages, batch
         )
@@ -264,7 +263,7 @@ def run(
     page_size, width = rows.table.page_size, rows.tokens.shape[1]
     new = before.num_tokens[:, None] + jnp.arange(form.max_new, dtype=jnp.int32)[None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    most_pages = max(form.max_new, form.size or 0) // page_size + 1
+    most_pages = max(form.max_new, 0 if form.decode else form.size) // page_size + 1
     first = before.table.lengths // page_size
     page = first[:, None] + jnp.arange(most_pages, dtype=jnp.int32)[None, :]
     is_full = page < (rows.table.lengths // page_size)[:, None]
