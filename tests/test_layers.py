@@ -38,9 +38,10 @@ ORDER = """
     engine.model_runner engine.sizes
     engine.core
     engine.engine
+    engine.recording
     engine
-    cli.bench cli.plan cli.plot cli.text cli.trace cli.tune
-    cli.stream
+    cli.bench cli.plan cli.plot cli.replay cli.text cli.trace cli.tune
+    cli.record cli.stream
     cli.app
     cli
     __main__
@@ -58,6 +59,7 @@ USERS = {
         "beam_search",
         "engine.steps",
         "engine.model_runner",
+        "cli.record",
     },
     "gguf": {"models.gguf_checkpoint"},
     "safetensors": {"models.checkpoint"},

@@ -35,7 +35,16 @@ PUBLIC = {
         "paged_attention",
         "paged_attention_implementation",
     ],
-    "paged_jax.engine": ["Completion", "Delta", "Engine", "Metrics", "RequestOutput", "SamplingParams"],
+    "paged_jax.engine": [
+        "Completion",
+        "Delta",
+        "Engine",
+        "Metrics",
+        "Recording",
+        "RequestOutput",
+        "SamplingParams",
+        "record",
+    ],
     "paged_jax.models": ["Llama", "LlamaConfig", "Loaded", "Tokenizer", "load"],
 }
 # Modules whose own public functions and classes are for users.

@@ -283,6 +283,7 @@ def plan(
 
 @app.command()
 def trace(
+    context: typer.Context,
     page_size: PageSize = 4,
     tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that the row starts with.")] = 9,
     steps: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that follow, one by one.")] = 4,
@@ -290,9 +291,33 @@ def trace(
         str, typer.Option(metavar="N,N,...", help="Pages that the pool hands out first.")
     ] = "7,2,14,9",
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the pool: png, pdf, svg.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead, write a page that replays a run of")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|PATH", help="this model (default: a tiny random one),")
+    ] = None,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="with so many requests,")] = 18,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="of which so many run at once,")] = 6,
+    pages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="and a pool of so many pages (default: too few).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """A row's block table, growing token by token."""
+    """A row's block table, growing token by token; or with --html, a run of the engine."""
+    of_the_row = ("tokens", "steps", "free_pages", "plot", "as_json")
+    for name in of_the_row if html else ("model", "requests", "rows", "pages"):
+        if _given(context, name):
+            option = "--" + name.removeprefix("as_").replace("_", "-")
+            raise _UsageError(f"{option} has no meaning {'beside' if html else 'without'} --html")
+    if html is not None:
+        _devices()
+        _cache_compilations()
+        from paged_jax.cli.record import record_to_page
+
+        print(record_to_page(html, model, requests=requests, rows=rows, page_size=page_size, num_pages=pages))
+        return
+
     from paged_jax.cli.trace import as_text, trace
 
     traced = trace(page_size, tokens, steps, _parse("--free-pages", _numbers, free_pages))
@@ -377,6 +402,12 @@ def _parse(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
         return parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an argument was on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
