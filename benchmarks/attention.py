@@ -4,8 +4,8 @@
 
 16 rows of up to 2048 tokens, 32 query heads on 8 kv heads of 128, pages of 16, float32. "full": every
 row holds 2048 tokens. "mixed": the rows hold 18 % of that, in pages, and in a contiguous cache of the
-full width. The contiguous caches are read in two layouts: token-major, as Flax keeps them, and
-head-major, the best layout we know for a CPU.
+full width. "128 each" and so on: every row holds that many. The contiguous caches are read in two
+layouts: token-major, as Flax keeps them, and head-major, the best layout we know for a CPU.
 
 The floor is the time of reading the live keys and values once, at the bandwidth measured in the same run.
 """
@@ -22,6 +22,7 @@ from paged_jax import paged_attention
 ROWS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LENGTH = 16, 32, 8, 128, 16, 2048
 MAX_PAGES = MAX_LENGTH // PAGE_SIZE
 MIXED_SHARE = 0.18
+EACH = (128, 256, 512, 1024)
 
 
 def contiguous_token_major(q, k, v, lengths):  # [R, heads, D], [R, max_length, kv_heads, D], ..., [R]
@@ -56,6 +57,7 @@ def main() -> None:
     shares = rng.exponential(size=ROWS)
     mixed = np.clip(shares / shares.sum() * MIXED_SHARE * ROWS * MAX_LENGTH, 1, MAX_LENGTH)
     batches = {"full": np.full(ROWS, MAX_LENGTH), "mixed": mixed}
+    batches |= {f"{length} each": np.full(ROWS, length) for length in EACH}
     batches = {name: jnp.asarray(lengths.astype(np.int32)) for name, lengths in batches.items()}
 
     implementations = {

@@ -12,7 +12,7 @@ from paged_jax.page_table import NO_PAGE, PageTable, summary
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#2f6db5", "#d97f26", "#3a9b6c", "#a5508a", "#8a6b45", "#5a5fc4", "#b5443f", "#4a8b9a")
+COLOURS = ("#2f6db5", "#e08a1e", "#12946f", "#cc6ba6", "#56aede", "#a8321f")  # apart for the colour-blind too
 _GREY, _FREE = "#a9b0b9", "#f3f4f6"
 _MOST_TABLES, _MOST_ENTRIES = 8, 12
 _WIDTH, _MARGIN, _TABLE_HEIGHT = 10.0, 0.45, 1.15  # inches
@@ -66,7 +66,7 @@ def plot(table: PageTable, path: str | os.PathLike[str]) -> None:
 
     contents: dict[int, _Contents] = {}
     for i, row in enumerate(rows):
-        colour, length, page_ids = _COLOURS[i % len(_COLOURS)], int(lengths[row]), block_tables[row].tolist()
+        colour, length, page_ids = COLOURS[i % len(COLOURS)], int(lengths[row]), block_tables[row].tolist()
         if i < _MOST_TABLES:
             _draw_block_table(axes, 1.5 + _TABLE_HEIGHT * i, row, page_ids, length, page_size, colour)
         for logical_page, page_id in enumerate(page_ids):
@@ -150,8 +150,8 @@ def _draw_page(
 
 def _draw_legend(axes: "Axes", y: float) -> None:
     for x, label, fill, edge, hatch in (
-        (_MARGIN, "token, by position", _COLOURS[0], "none", ""),
-        (_MARGIN + 2.1, "wasted slot", "white", _COLOURS[0], "////"),
+        (_MARGIN, "token, by position", COLOURS[0], "none", ""),
+        (_MARGIN + 2.1, "wasted slot", "white", COLOURS[0], "////"),
         (_MARGIN + 3.7, "free page", _FREE, _GREY, ""),
     ):
         _draw_box(axes, x, y, 0.18, 0.18, fill=fill, edge=edge, hatch=hatch)
