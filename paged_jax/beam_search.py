@@ -90,7 +90,8 @@ def beam_search(
     """The most probable continuations of a prompt that a search of limited width finds.
 
     A candidate is a running beam and one more token, ranked by the sum of its tokens' log-probabilities. In
-    every step
+    every step:
+
     - of the best `beam_width` candidates, those that end in a stop token become hypotheses, as all of them do
       at `max_new_tokens`;
     - the best `beam_width` hypotheses so far are kept, by score:

@@ -23,7 +23,7 @@ class PagedAttention(nn.Module):
     module computes with a causal mask on the whole of each row, for any number of new tokens a
     call. Give it the same `use_bias` and `normalize_qk`: Linen ignores parameters that nobody asks for.
 
-    Example::
+    Example:
 
         contiguous = nn.MultiHeadDotProductAttention(num_heads=8)
         variables = contiguous.init(key, x_of_a_row)
@@ -37,7 +37,9 @@ class PagedAttention(nn.Module):
         num_kv_heads: key and value heads, a divisor of `num_heads`; `num_heads` by default.
         layer: which layer of the `KVPages` is this module's.
         rotary: rotates queries and keys by their positions. None: no position embedding.
-        scale, sliding_window, logits_soft_cap: as in `paged_attention`.
+        scale: as in `paged_attention`.
+        sliding_window: as in `paged_attention`.
+        logits_soft_cap: as in `paged_attention`.
         use_bias: biases on query, key and value.
         use_out_bias: bias on the output; as `use_bias` by default.
         use_sinks: a learned sink logit per head, the parameter `sinks`.

@@ -26,7 +26,7 @@ class PagedAttention(nnx.Module):
     holds no cache: the pages are an argument and a result, so it works the same in plain calls,
     under `jax.jit` on split state, `nnx.jit` and `lax.scan`.
 
-    Example::
+    Example:
 
         attention = PagedAttention(num_heads=8, in_features=64, num_kv_heads=2, rngs=nnx.Rngs(0))
         pages = KVPages.create(num_layers=1, num_pages=32, num_kv_heads=2, page_size=16, head_dim=8)
@@ -71,11 +71,14 @@ class PagedAttention(nnx.Module):
             num_kv_heads: key and value heads, a divisor of `num_heads`; `num_heads` by default.
             layer: which layer of the `KVPages` is this module's.
             rotary: rotates queries and keys by their positions. None: no position embedding.
-            scale, sliding_window, logits_soft_cap: as in `paged_attention`.
+            scale: as in `paged_attention`.
+            sliding_window: as in `paged_attention`.
+            logits_soft_cap: as in `paged_attention`.
             use_bias: biases on query, key and value.
             use_out_bias: bias on the output; as `use_bias` by default.
             use_sinks: a learned sink logit per head.
-            query_norm, key_norm: applied to the heads, over head_dim, before the rotation.
+            query_norm: applied to the heads of queries, over head_dim, before the rotation.
+            key_norm: applied to the heads of keys, likewise.
             dtype: of the computation; by default that of input and parameters together.
             param_dtype: of the parameters.
             implementation: of `paged_attention`.

@@ -60,9 +60,10 @@ def paged_inputs(
         query_lens: new tokens of each row. None: one each, and no `query_starts`.
         max_pages_per_row: by default one more than the longest row needs.
 
-    >>> inputs = paged_inputs(lengths=[5, 2], page_size=4)
-    >>> inputs.q.shape, inputs.k_pages.shape, inputs.block_tables.shape
-    ((2, 4, 8), (6, 2, 4, 8), (2, 3))
+    Examples:
+        >>> inputs = paged_inputs(lengths=[5, 2], page_size=4)
+        >>> inputs.q.shape, inputs.k_pages.shape, inputs.block_tables.shape
+        ((2, 4, 8), (6, 2, 4, 8), (2, 3))
     """
     rng = np.random.default_rng(seed)
     needed = [-(-length // page_size) for length in lengths]
@@ -86,8 +87,9 @@ def poison(inputs: PagedInputs, value: float = np.nan, sliding_window: int | Non
 
     Pages wholly before the window of their row's first new token count as such.
 
-    >>> int(jnp.isnan(poison(paged_inputs(lengths=[5, 2])).v_pages[:, 0, :, 0]).sum())  # 6 * 4 - 7
-    17
+    Examples:
+        >>> int(jnp.isnan(poison(paged_inputs(lengths=[5, 2])).v_pages[:, 0, :, 0]).sum())  # 6 * 4 - 7
+        17
     """
     live = (_slot_positions(inputs, sliding_window) >= 0)[:, None, :, None]
     k_pages, v_pages = (jnp.asarray(np.where(live, p, np.asarray(value, p.dtype))) for p in inputs[1:3])
@@ -97,9 +99,10 @@ def poison(inputs: PagedInputs, value: float = np.nan, sliding_window: int | Non
 def mean_position(inputs: PagedInputs) -> PagedInputs:
     """Keys of 0, and as its value each token's position: the output is the mean position of what was read.
 
-    >>> from paged_jax import paged_attention
-    >>> paged_attention(*mean_position(paged_inputs([17, 3])), sliding_window=8)[:, 0, 0].tolist()
-    [12.5, 1.0]
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> paged_attention(*mean_position(paged_inputs([17, 3])), sliding_window=8)[:, 0, 0].tolist()
+        [12.5, 1.0]
     """
     positions = np.maximum(_slot_positions(inputs), 0)[:, None, :, None]
     return _uniform(inputs, np.broadcast_to(positions, inputs.v_pages.shape))
@@ -108,9 +111,10 @@ def mean_position(inputs: PagedInputs) -> PagedInputs:
 def own(inputs: PagedInputs) -> PagedInputs:
     """Keys of 0, and values that name who was read: even channels the page id, odd ones the kv head.
 
-    >>> from paged_jax import paged_attention
-    >>> paged_attention(*own(paged_inputs([17, 3], q_heads=4, kv_heads=2)))[0, :, 1].tolist()
-    [0.0, 0.0, 1.0, 1.0]
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> paged_attention(*own(paged_inputs([17, 3], q_heads=4, kv_heads=2)))[0, :, 1].tolist()
+        [0.0, 0.0, 1.0, 1.0]
     """
     page_ids, kv_heads, _, channel = np.indices(inputs.v_pages.shape)
     return _uniform(inputs, np.where(channel % 2 == 0, page_ids, kv_heads))
@@ -119,8 +123,9 @@ def own(inputs: PagedInputs) -> PagedInputs:
 def check_mean_position(attention: Attention, inputs: PagedInputs, **options: Any) -> None:
     """Every token gets the mean of just the positions that it sees.
 
-    >>> from paged_jax import paged_attention
-    >>> check_mean_position(paged_attention, paged_inputs([17, 3]), sliding_window=8)
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> check_mean_position(paged_attention, paged_inputs([17, 3]), sliding_window=8)
     """
     _check_uniform("mean position", attention, mean_position(inputs), options)
 
@@ -128,8 +133,9 @@ def check_mean_position(attention: Attention, inputs: PagedInputs, **options: An
 def check_own(attention: Attention, inputs: PagedInputs, **options: Any) -> None:
     """Every token reads the pages of its own row, and every query head h the kv head h // group.
 
-    >>> from paged_jax import paged_attention
-    >>> check_own(paged_attention, paged_inputs([17, 3], q_heads=4, kv_heads=2))
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> check_own(paged_attention, paged_inputs([17, 3], q_heads=4, kv_heads=2))
     """
     _check_uniform("page ids and kv heads", attention, own(inputs), options)
 
@@ -137,8 +143,9 @@ def check_own(attention: Attention, inputs: PagedInputs, **options: Any) -> None
 def check_poison(attention: Attention, inputs: PagedInputs, **options: Any) -> None:
     """NaN in the slots without a live token changes no bit of the result, log-sum-exp included if asked for.
 
-    >>> from paged_jax import paged_attention
-    >>> check_poison(paged_attention, paged_inputs([17, 3]), return_lse=True)
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> check_poison(paged_attention, paged_inputs([17, 3]), return_lse=True)
     """
     window = options.get("sliding_window")
     zero, nan = (attention(*poison(inputs, value, window), **options) for value in (0.0, np.nan))
@@ -157,8 +164,9 @@ def check_twin(
     Args:
         rtol: 0 asks for the same bits. By default 1e-5, or two roundings of a narrower result.
 
-    >>> from paged_jax import paged_attention
-    >>> check_twin(paged_attention, paged_inputs([17, 3]))
+    Examples:
+        >>> from paged_jax import paged_attention
+        >>> check_twin(paged_attention, paged_inputs([17, 3]))
     """
     output = attention(*inputs, **options)
     rtol = max(1e-5, 2 * float(jnp.finfo(output.dtype).eps)) if rtol is None else rtol
@@ -181,9 +189,10 @@ def check_page_table(table: PageTable, pins: ArrayLike | None = None) -> None:
         pins: the page ids that the caller has pinned, one entry per pin; with it every count of
             holders must be exact. None: unknown, so a count may exceed the rows that hold the page.
 
-    >>> from paged_jax import PageTable, page_table
-    >>> table, _ = page_table.extend(PageTable.create(8, 4, max_rows=2, max_pages_per_row=3), [9, 4])
-    >>> check_page_table(table, pins=[])
+    Examples:
+        >>> from paged_jax import PageTable, page_table
+        >>> table, _ = page_table.extend(PageTable.create(8, 4, max_rows=2, max_pages_per_row=3), [9, 4])
+        >>> check_page_table(table, pins=[])
     """
     tables, lengths, counts = (np.asarray(a) for a in (table.block_tables, table.lengths, table.ref_counts))
     num_free, num_pages, width = int(table.num_free), len(counts), tables.shape[1]

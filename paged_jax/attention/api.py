@@ -90,7 +90,8 @@ def paged_attention(
     Args:
         q: the queries of all rows' new tokens, packed one row after the other. They are the last
             tokens of their rows.
-        k_pages, v_pages: the pools of one layer. Slots without a live token may hold anything.
+        k_pages: the keys of one layer. Slots without a live token may hold anything.
+        v_pages: its values, likewise.
         block_tables: page ids, in the order of the tokens. Entries that no query can see, behind the
             length or before the window, may hold anything.
         lengths: tokens of each row, the new ones included. A row longer than its table can hold gives
@@ -101,7 +102,8 @@ def paged_attention(
         sliding_window: how many positions a token sees, itself included. None: all.
         logits_soft_cap: scores become cap * tanh(scores / cap), before masking. None: no cap.
         sinks: per head a logit that takes part in the softmax and has no value.
-        k_scales, v_scales: factors of quantised pages, per slot and kv head.
+        k_scales: factors of quantised keys, per slot and kv head.
+        v_scales: of quantised values, likewise.
         return_lse: also return the natural log-sum-exp of each token's scores, sinks included.
         implementation: "mosaic_hopper", "xla", "reference", or None for the best one that works here (see
             `paged_attention_implementation`).

@@ -92,6 +92,14 @@ def longest_first(schedule: Schedule) -> Schedule:
     """The same tiles, those with the longest kv range first, so that neighbours take about as long."""
     order = jnp.argsort(schedule.kv_begins - schedule.kv_ends)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
-    *of_tiles, token_tiles, token_offsets = schedule
-    moved = places.at[token_tiles].get(mode="fill", fill_value=order.shape[0])
-    return Schedule(*(values[order] for values in of_tiles), moved, token_offsets)
+    token_tiles = places.at[schedule.token_tiles].get(mode="fill", fill_value=order.shape[0])
+    return Schedule(
+        rows=schedule.rows[order],
+        first_tokens=schedule.first_tokens[order],
+        num_tokens=schedule.num_tokens[order],
+        first_positions=schedule.first_positions[order],
+        kv_begins=schedule.kv_begins[order],
+        kv_ends=schedule.kv_ends[order],
+        token_tiles=token_tiles,
+        token_offsets=schedule.token_offsets,
+    )
