@@ -40,7 +40,7 @@ ORDER = """
     engine.engine
     engine.recording
     engine
-    cli.bench cli.plan cli.plot cli.replay cli.text cli.trace cli.tune
+    cli.bench cli.errors cli.options cli.plan cli.plot cli.replay cli.text cli.trace cli.tune
     cli.record cli.stream
     cli.app
     cli
@@ -76,7 +76,7 @@ USERS = {
         "cli.trace",
         "cli.tune",
     },
-    "typer": {"cli.app"},
+    "typer": {"cli.app", "cli.errors", "cli.options"},
     "matplotlib": {"cli.plot"},
 }
 WITHOUT_JAX = (

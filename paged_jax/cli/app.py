@@ -4,53 +4,30 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
-from typer.core import TyperGroup
 
 from paged_jax.capacity import Plan, TokenShape, format_size, parse_size
+from paged_jax.cli.errors import OneLineErrors, UsageError
+from paged_jax.cli.options import (
+    Json,
+    PageSize,
+    bounds,
+    given,
+    head_shape,
+    numbers,
+    parse,
+    read_config,
+)
 
-Parsed = TypeVar("Parsed")
-
-# Typer brings its own copy of click's exceptions or imports click, depending on its version.
-_UsageError: Any = typer.BadParameter.__base__
-
-
-class _OneLineErrors(TyperGroup):
-    """Whatever a user can cause becomes one line on stderr: exit code 2 for a wrong command line, else 1."""
-
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except _UsageError as error:
-            hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message() + hint, code=2)
-        except (typer.Abort, KeyboardInterrupt):
-            sys.exit(130)
-        except OSError as error:
-            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-        except (ValueError, OverflowError, RuntimeError, ImportError, MemoryError) as error:
-            _fail(str(error) or type(error).__name__)
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(code)
-
-
-app = typer.Typer(name="paged-jax", cls=_OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-PageSize = Annotated[int, typer.Option(metavar="N", min=1, help="Token slots in a page.")]
+app = typer.Typer(name="paged-jax", cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -93,8 +70,8 @@ def generate(
 ) -> None:
     """Continue texts with a model, all at once, from a paged cache."""
     if pages is not None and pool is not None:
-        raise _UsageError("give --pages or --pool, not both")
-    pool_size = None if pool is None else _parse("--pool", parse_size, pool)
+        raise UsageError("give --pages or --pool, not both")
+    pool_size = None if pool is None else parse("--pool", parse_size, pool)
     _devices()
     _cache_compilations()
 
@@ -158,18 +135,18 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Serve random requests from one pool of pages, and measure it."""
-    bounds = [
-        _parse(name, _bounds, text)
+    lengths = [
+        parse(name, bounds, text)
         for name, text in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens))
     ]
-    head_shape = None if heads is None else _parse("--heads", _head_shape, heads)
+    shape = None if heads is None else parse("--heads", head_shape, heads)
     if heads is not None and not tune:
-        raise _UsageError("--heads goes with --tune")
+        raise UsageError("--heads goes with --tune")
     _devices()
     _cache_compilations()
     if tune:
-        length = sum(most for _, most in bounds)
-        _tune(model, head_shape, rows, length, page_size, as_json)
+        length = sum(most for _, most in lengths)
+        _tune(model, shape, rows, length, page_size, as_json)
         return
 
     from paged_jax.cli.bench import Workload, as_text, serve
@@ -178,7 +155,7 @@ def bench(
 
     live = sys.stderr.isatty() and not as_json
     loaded = load(model, progress=live)
-    prompts, new = bounds
+    prompts, new = lengths
     workload = Workload.random(requests, loaded.model.vocab_size, prompts, new, seed)
     engine = Engine(
         loaded.model,
@@ -255,25 +232,23 @@ def plan(
     model = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     given = [name for name, number in model.items() if number is not None]
     if (bytes_per_token is not None) + (config is not None) + bool(given) != 1 or len(given) in (1, 2):
-        raise _UsageError(
-            "give --bytes-per-token, or --config, or all of --layers, --kv-heads and --head-dim"
-        )
+        raise UsageError("give --bytes-per-token, or --config, or all of --layers, --kv-heads and --head-dim")
     if (mean_length is None) == (lengths is None):
-        raise _UsageError("give either --mean-length or --lengths")
+        raise UsageError("give either --mean-length or --lengths")
     if dtype is not None and bytes_per_token is not None:
-        raise _UsageError("--dtype has no meaning beside --bytes-per-token")
+        raise UsageError("--dtype has no meaning beside --bytes-per-token")
 
     shape = None
     if config is not None:
-        shape, longest = _read_config(config, dtype)
+        shape, longest = read_config(config, dtype)
         max_length = max_length or longest
     elif layers and kv_heads and head_dim:
-        shape = _parse("--dtype", partial(TokenShape, layers, kv_heads, head_dim), dtype or "bfloat16")
-    token_bytes = shape.num_bytes if shape else _parse("--bytes-per-token", parse_size, bytes_per_token or "")
+        shape = parse("--dtype", partial(TokenShape, layers, kv_heads, head_dim), dtype or "bfloat16")
+    token_bytes = shape.num_bytes if shape else parse("--bytes-per-token", parse_size, bytes_per_token or "")
     if max_length is None:
-        raise _UsageError("give --max-length")
-    all_lengths = (mean_length,) if mean_length else _parse("--lengths", _numbers, lengths or "")
-    pool_bytes = None if pool is None else _parse("--pool", parse_size, pool)
+        raise UsageError("give --max-length")
+    all_lengths = (mean_length,) if mean_length else parse("--lengths", numbers, lengths or "")
+    pool_bytes = None if pool is None else parse("--pool", parse_size, pool)
     planned = Plan(token_bytes, page_size, max_length, all_lengths)
     if as_json:
         _print_json(as_dict(planned, pool_bytes))
@@ -307,9 +282,9 @@ def trace(
     """A row's block table, growing token by token; or with --html, a run of the engine."""
     of_the_row = ("tokens", "steps", "free_pages", "plot", "as_json")
     for name in of_the_row if html else ("model", "requests", "rows", "pages"):
-        if _given(context, name):
+        if given(context, name):
             option = "--" + name.removeprefix("as_").replace("_", "-")
-            raise _UsageError(f"{option} has no meaning {'beside' if html else 'without'} --html")
+            raise UsageError(f"{option} has no meaning {'beside' if html else 'without'} --html")
     if html is not None:
         _devices()
         _cache_compilations()
@@ -320,7 +295,7 @@ def trace(
 
     from paged_jax.cli.trace import as_text, trace
 
-    traced = trace(page_size, tokens, steps, _parse("--free-pages", _numbers, free_pages))
+    traced = trace(page_size, tokens, steps, parse("--free-pages", numbers, free_pages))
     if plot is not None:
         from paged_jax.cli.plot import plot as draw
 
@@ -395,58 +370,6 @@ def _devices() -> list[Any]:
         raise RuntimeError(
             f"jax found no device of JAX_PLATFORMS={os.getenv('JAX_PLATFORMS')}: {reason}"
         ) from error
-
-
-def _parse(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-def _given(context: typer.Context, name: str) -> bool:
-    """Whether an argument was on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"expected whole numbers with commas between them, such as 200,600, got {text!r}"
-        ) from None
-
-
-def _bounds(text: str) -> tuple[int, int]:
-    numbers = _numbers(text)
-    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise ValueError(f"expected the least and the most, such as 8,256, got {text!r}")
-    return numbers[0], numbers[1]
-
-
-def _head_shape(text: str) -> tuple[int, ...]:
-    numbers = _numbers(text)
-    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
-        raise ValueError(
-            "expected query heads, a divisor of them as kv heads, and head_dim, such as 32,8,128, "
-            f"got {text!r}"
-        )
-    return numbers
-
-
-def _read_config(path: Path, dtype: str | None) -> tuple[TokenShape, int | None]:
-    """The token shape of a config.json and the model's longest context."""
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("a JSON object was expected")
-        longest = (config.get("text_config") or config).get("max_position_embeddings")
-        return TokenShape.from_config(config, dtype), longest
-    except ValueError as error:
-        raise ValueError(f"{path} is not a model's config: {error}") from error
 
 
 def _console() -> Console:
