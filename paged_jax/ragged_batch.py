@@ -84,9 +84,13 @@ class RaggedBatch:
                 active row. Without it, token r is that of row r, and padding where the row is not active.
 
         Raises:
-            ValueError: if `active` is not a bool array of shape [R]; outside jit, if more rows than `size`
-                are active. Under jit, those after them have no token.
+            ValueError: if `active` is not a bool array of shape [R], or `size` is not positive; outside jit,
+                if more rows than `size` are active. Under jit, those after them have no token.
         """
+        if size is not None and size < 1:
+            raise ValueError(
+                f"RaggedBatch.decode: size must be at least 1, or None for all rows, got {size=}"
+            )
         active = jnp.asarray(active)
         if active.dtype != bool or active.shape != table.lengths.shape:
             raise ValueError(

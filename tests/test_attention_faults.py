@@ -209,18 +209,23 @@ def test_b36_scales_of_quantised_pages(dtype: str):
     np.testing.assert_allclose(np.asarray(output, np.float32), np.full_like(output, exact, np.float32), rtol)
 
 
-def test_b37_a_row_does_not_notice_its_batch():
+@pytest.mark.parametrize(("page_size", "pages_per_step"), [(16, 8), (7, 18), (24, 5), (1, 127)])
+@pytest.mark.parametrize(("q_heads", "head_dim"), [(4, 8), (16, 32)])
+def test_b37_a_row_does_not_notice_its_batch(page_size, pages_per_step, q_heads, head_dim):
     """Bit by bit, alone and in slots 0 and 7 beside others, on other pages, in a wider table."""
-    batch = paged_inputs([300, 0, 1, 17, 700, 2000, 64, 300], page_size=16)
-    alone = paged_inputs([300], page_size=16, seed=1)
-    expected = attention(*alone, return_lse=True)
+    shape = {"page_size": page_size, "q_heads": q_heads, "head_dim": head_dim}
+    batch = paged_inputs([300, 0, 1, 17, 700, 2000, 64, 300], **shape)
+    alone = paged_inputs([300], **shape, seed=1)
+    attend = partial(paged_attention, tiling=Tiling(1, pages_per_step), implementation="xla", return_lse=True)
+    expected = attend(*alone)
     k_pages, v_pages, q = batch.k_pages, batch.v_pages, batch.q
+    pages = -(-300 // page_size)
     for slot in (0, 7):
-        mine, its = np.asarray(batch.block_tables)[slot, :19], np.asarray(alone.block_tables)[0, :19]
+        mine, its = (np.asarray(x.block_tables)[i, :pages] for x, i in ((batch, slot), (alone, 0)))
         k_pages, v_pages = k_pages.at[mine].set(alone.k_pages[its]), v_pages.at[mine].set(alone.v_pages[its])
         q = q.at[slot].set(alone.q[0])
     batch = batch._replace(q=q, k_pages=k_pages, v_pages=v_pages)
-    for got, right in zip(attention(*batch, return_lse=True), expected, strict=True):
+    for got, right in zip(attend(*batch), expected, strict=True):
         np.testing.assert_array_equal(got[0], right[0])
         np.testing.assert_array_equal(got[7], right[0])
 

@@ -101,6 +101,14 @@ def test_decode_of_a_size_takes_the_active_rows_alone(lengths, mask, size):
         chex.assert_trees_all_equal(RaggedBatch.decode(table, active, size), batch)
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_decode_has_room_for_a_row(size):
+    with pytest.raises(
+        ValueError, match=rf"decode: size must be at least 1, or None for all rows, got size={size}"
+    ):
+        decode(table_of(3), np.ones(ROWS, bool), size=size)
+
+
 def test_b49_chunks_lie_where_the_table_says():
     page_ids = (5, 0, 3)
     table, found = table_of(page_ids=page_ids), []

@@ -1,4 +1,4 @@
-"""For the benchmarks page: `<!-- results rivals-cpu.json -->` becomes a table of this file's figures."""
+"""For pages that show figures: `<!-- results rivals-cpu.json -->` becomes a table of this file's figures."""
 
 import json
 import re

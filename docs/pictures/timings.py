@@ -67,7 +67,8 @@ def draw_attention_time(path: Path, found: dict[str, Any] | None = None) -> None
     for label, (name, colour) in lines.items():
         points = [(result["tokens"], result["ms"][name]) for result in results]
         _line(axes, points, colour)
-        _note(axes, points[-1], label, colour, (9, 0), va="center")
+        # Apart also where the lines end close to each other.
+        _note(axes, points[-1], label, colour, (9, 8 if name == "token-major" else 0), va="center")
     floor = [(result["tokens"], result["floor_ms"]) for result in results]
     axes.plot(*zip(*floor, strict=True), color=style.MUTED, linewidth=1.6, linestyle=(0, (2, 2)))
     _note(axes, floor[-1], "reading the\nbytes once", style.MUTED, (9, 0), va="center")

@@ -204,7 +204,9 @@ def _attend_tiles(
 def _row_sums(matrix: Array) -> Array:  # [rows, columns] -> [rows, 1]
     """Sums by halves, in an order that is the same in any batch, as XLA's own on CPU is not."""
     columns = matrix.shape[1]
-    while columns % 2 == 0:
-        columns //= 2
-        matrix = matrix[:, :columns] + matrix[:, columns:]
-    return jnp.sum(matrix, axis=1, keepdims=True)
+    width = 1 << (columns - 1).bit_length()
+    matrix = jnp.pad(matrix, ((0, 0), (0, width - columns)))
+    while width > 1:
+        width //= 2
+        matrix = matrix[:, :width] + matrix[:, width:]
+    return matrix

@@ -267,7 +267,7 @@ def trace(
     ] = "7,2,14,9",
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the pool: png, pdf, svg.")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead, write a page that replays a run of")
+        Path | None, typer.Option(metavar="FILE", help="Write (or replace) a page that replays a run of")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME|PATH", help="this model (default: a tiny random one),")
@@ -275,16 +275,17 @@ def trace(
     requests: Annotated[int, typer.Option(metavar="N", min=1, help="with so many requests,")] = 18,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="of which so many run at once,")] = 6,
     pages: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="and a pool of so many pages (default: too few).")
+        int | None,
+        typer.Option(metavar="N", min=1, help="and so many pages (default: 8 a row, which is tight)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """A row's block table, growing token by token; or with --html, a run of the engine."""
     of_the_row = ("tokens", "steps", "free_pages", "plot", "as_json")
-    for name in of_the_row if html else ("model", "requests", "rows", "pages"):
+    for name in of_the_row if html is not None else ("model", "requests", "rows", "pages"):
         if given(context, name):
             option = "--" + name.removeprefix("as_").replace("_", "-")
-            raise UsageError(f"{option} has no meaning {'beside' if html else 'without'} --html")
+            raise UsageError(f"{option} has no meaning {'without' if html is None else 'beside'} --html")
     if html is not None:
         _devices()
         _cache_compilations()

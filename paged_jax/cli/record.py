@@ -38,6 +38,8 @@ def record_to_page(
     """
     num_pages = max(LONGEST, 8 * rows) if num_pages is None else num_pages
     check_pages(num_pages)
+    if num_pages < LONGEST:
+        raise ValueError(f"replay: a request of this run takes up to {LONGEST} pages, got {num_pages=}")
     with replacing(path) as file:
         if name_or_path is None:
             # At these sizes compiling is all the time there is.
