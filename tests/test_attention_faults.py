@@ -210,10 +210,9 @@ def test_b36_scales_of_quantised_pages(dtype: str):
 
 
 @pytest.mark.parametrize(("page_size", "pages_per_step"), [(16, 8), (7, 18), (24, 5), (1, 127)])
-@pytest.mark.parametrize(("q_heads", "head_dim"), [(4, 8), (16, 32)])
-def test_b37_a_row_does_not_notice_its_batch(page_size, pages_per_step, q_heads, head_dim):
+def test_b37_a_row_does_not_notice_its_batch(page_size, pages_per_step):
     """Bit by bit, alone and in slots 0 and 7 beside others, on other pages, in a wider table."""
-    shape = {"page_size": page_size, "q_heads": q_heads, "head_dim": head_dim}
+    shape = {"page_size": page_size, "q_heads": 16, "head_dim": 32}
     batch = paged_inputs([300, 0, 1, 17, 700, 2000, 64, 300], **shape)
     alone = paged_inputs([300], **shape, seed=1)
     attend = partial(paged_attention, tiling=Tiling(1, pages_per_step), implementation="xla", return_lse=True)
