@@ -10,18 +10,14 @@ layouts: token-major, as Flax keeps them, and head-major, the best layout we kno
 The floor is the time of reading the live keys and values once, at the bandwidth measured in the same run.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode_step import HEAD_DIM, KV_HEADS, ROWS, attend_head_major, draw
 from harness import ReadBandwidth, arguments, report, time_in_turns
 
 from paged_jax import paged_attention
 
-ROWS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LENGTH = 16, 32, 8, 128, 16, 2048
-MAX_PAGES = MAX_LENGTH // PAGE_SIZE
-MIXED_SHARE = 0.18
 EACH = (128, 256, 512, 1024)
 
 
@@ -30,40 +26,18 @@ def contiguous_token_major(q, k, v, lengths):  # [R, heads, D], [R, max_length, 
     return out[:, 0]
 
 
-def contiguous_head_major(q, k, v, lengths):  # [R, heads, D], [R, kv_heads, max_length, D], ..., [R]
-    q = q.reshape(ROWS, KV_HEADS, -1, HEAD_DIM)
-    scores = jnp.einsum("rhgd,rhkd->rhgk", q, k) / math.sqrt(HEAD_DIM)
-    live = jnp.arange(MAX_LENGTH) < lengths[:, None]
-    weights = jax.nn.softmax(jnp.where(live[:, None, None, :], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rhgk,rhkd->rhgd", weights, v).reshape(ROWS, Q_HEADS, HEAD_DIM)
-
-
 def main() -> None:
     options = arguments(__doc__.splitlines()[0]).parse_args()
-    rng = np.random.default_rng(0)
-    num_pages = ROWS * MAX_PAGES
-
-    def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-
-    q = draw(ROWS, Q_HEADS, HEAD_DIM)
-    k_pages, v_pages = (draw(num_pages, KV_HEADS, PAGE_SIZE, HEAD_DIM) for _ in range(2))
-    tables = jnp.asarray(rng.permutation(num_pages).reshape(ROWS, MAX_PAGES).astype(np.int32))
-    k_heads, v_heads = (
-        pages[tables].swapaxes(1, 2).reshape(ROWS, KV_HEADS, MAX_LENGTH, HEAD_DIM)
-        for pages in (k_pages, v_pages)
-    )
-    k_tokens, v_tokens = k_heads.swapaxes(1, 2), v_heads.swapaxes(1, 2)
-    shares = rng.exponential(size=ROWS)
-    mixed = np.clip(shares / shares.sum() * MIXED_SHARE * ROWS * MAX_LENGTH, 1, MAX_LENGTH)
-    batches = {"full": np.full(ROWS, MAX_LENGTH), "mixed": mixed}
+    inputs, batches = draw()
+    k_tokens, v_tokens = (inputs.contiguous(pages) for pages in (inputs.k_pages, inputs.v_pages))
+    k_heads, v_heads = k_tokens.swapaxes(1, 2), v_tokens.swapaxes(1, 2)
     batches |= {f"{length} each": np.full(ROWS, length) for length in EACH}
     batches = {name: jnp.asarray(lengths.astype(np.int32)) for name, lengths in batches.items()}
 
     implementations = {
-        "paged": (jax.jit(paged_attention), (q, k_pages, v_pages, tables)),
-        "token-major": (jax.jit(contiguous_token_major), (q, k_tokens, v_tokens)),
-        "head-major": (jax.jit(contiguous_head_major), (q, k_heads, v_heads)),
+        "paged": (jax.jit(paged_attention), tuple(inputs)),
+        "token-major": (jax.jit(contiguous_token_major), (inputs.q, k_tokens, v_tokens)),
+        "head-major": (attend_head_major, (inputs.q, k_heads, v_heads)),
     }
     for lengths in batches.values():
         outputs = [run(*inputs, lengths) for run, inputs in implementations.values()]
@@ -76,7 +50,7 @@ def main() -> None:
         .compile()
         .memory_analysis()
     )
-    pool_bytes = k_pages.nbytes + v_pages.nbytes
+    pool_bytes = inputs.k_pages.nbytes + inputs.v_pages.nbytes
     temporary_share = memory.temp_size_in_bytes / pool_bytes
 
     read = ReadBandwidth()

@@ -10,12 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from paged_jax.attention.schedule import Schedule, longest_first, make_schedule
+from paged_jax.attention.xla import run_pieces
 from paged_jax.models import Llama, LlamaConfig
 
 Cache = tuple[tuple[Array, Array], ...]  # of each layer k and v, [rows, kv_heads, max_length, head_dim]
 
-# As in the package's attention: keys read at once, queries times heads of one matrix, and matrices at a time.
-_KV_STEP, _TILE_ROWS, _CPU_BATCH = 128, 32, 24
+# As in the package's attention: keys read at once, and queries times heads of one matrix.
+_KV_STEP, _TILE_ROWS = 128, 32
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _attend(
     num_tiles = schedule.rows.shape[0]
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
-    def attend(work: tuple[Array, Array]) -> Array:  # [tile_tokens, group, head_dim]
+    def attend(work: tuple[Array, ...]) -> Array:  # [tile_tokens, group, head_dim]
         tile, head = work
         zero = jnp.zeros((), jnp.int32)
         corner = (schedule.first_tokens[tile], head, zero, zero)
@@ -159,16 +160,7 @@ def _attend(
         )
         return (acc / jnp.where(total == 0, 1.0, total)).reshape(tile_tokens, group, head_dim)
 
-    work = tuple(index.reshape(-1) for index in jnp.indices((num_tiles, kv_heads), dtype=jnp.int32))
-
-    def in_batches(work: tuple[Array, Array]) -> Array:
-        pieces = num_tiles * kv_heads
-        batch = min(_CPU_BATCH, pieces)
-        batches = (jnp.pad(index, (0, -pieces % batch), mode="edge").reshape(-1, batch) for index in work)
-        results = lax.map(jax.vmap(attend), tuple(batches))
-        return results.reshape(-1, *results.shape[2:])[:pieces]
-
-    output = lax.platform_dependent(work, cpu=in_batches, default=jax.vmap(attend))
+    output = run_pieces(attend, (num_tiles, kv_heads))
     output = output.reshape(num_tiles, kv_heads, tile_tokens, group, head_dim)
     at = (schedule.token_tiles, slice(None), schedule.token_offsets)
     return output.at[at].get(mode="fill", fill_value=0).reshape(q.shape).astype(q.dtype)

@@ -14,7 +14,6 @@ The floor is the time of reading the live keys and values once, at the bandwidth
 """
 
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -23,31 +22,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode_step import HEAD_DIM, KV_HEADS, Inputs, attend_head_major, draw
 from flax import nnx
 from harness import ReadBandwidth, arguments, report, time_in_turns
 from jax import Array
 
 from paged_jax import paged_attention
 
-ROWS, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LENGTH = 16, 32, 8, 128, 16, 2048
-MIXED_SHARE = 0.18
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 sums of 2048 products in different orders
-
-
-class Inputs(NamedTuple):
-    q: Array  # [rows, q_heads, head_dim]
-    k_pages: Array  # [num_pages, kv_heads, page_size, head_dim]
-    v_pages: Array
-    block_tables: Array  # [rows, pages_per_row], every entry a page
-
-    @property
-    def scale(self) -> float:
-        return 1 / math.sqrt(self.q.shape[-1])
-
-    def contiguous(self, pages: Array) -> Array:  # [rows, max_length, kv_heads, head_dim]
-        kv_heads, _, head_dim = pages.shape[1:]
-        tiles = pages[self.block_tables].swapaxes(2, 3)
-        return tiles.reshape(len(self.block_tables), -1, kv_heads, head_dim)
 
 
 Attend = tuple[Callable[..., Array], tuple[Any, ...]]
@@ -69,15 +51,8 @@ def flax_contiguous(inputs: Inputs) -> Attend:
 
 
 def head_major_contiguous(inputs: Inputs) -> Attend:
-    def attend(q: Array, k: Array, v: Array, lengths: Array) -> Array:
-        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-        scores = jnp.einsum("rhgd,rhkd->rhgk", grouped, k) * inputs.scale
-        live = jnp.arange(k.shape[2])[None] < lengths[:, None]
-        weights = jax.nn.softmax(jnp.where(live[:, None, None, :], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("rhgk,rhkd->rhgd", weights, v).reshape(q.shape)
-
     k, v = (inputs.contiguous(pages).swapaxes(1, 2) for pages in (inputs.k_pages, inputs.v_pages))
-    return attend, (inputs.q, k, v)
+    return attend_head_major, (inputs.q, k, v)
 
 
 def jax_reference(inputs: Inputs) -> Attend:
@@ -174,29 +149,6 @@ SIDES = {
     "levanter": Side(levanter, "pages", "levanter", "levanter==1.2.dev1644"),
     "tokamax": Side(tokamax, "pages", "tokamax", "tokamax==0.0.12"),
 }
-
-
-def draw(
-    rows: int = ROWS,
-    q_heads: int = Q_HEADS,
-    kv_heads: int = KV_HEADS,
-    head_dim: int = HEAD_DIM,
-    max_length: int = MAX_LENGTH,
-) -> tuple[Inputs, dict[str, np.ndarray]]:
-    """Pages in any order, and the lengths of each batch."""
-    rng = np.random.default_rng(0)
-    width = max_length // PAGE_SIZE
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-
-    q = normal(rows, q_heads, head_dim)
-    k_pages, v_pages = (normal(rows * width, kv_heads, PAGE_SIZE, head_dim) for _ in range(2))
-    tables = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
-    shares = rng.exponential(size=rows)
-    mixed = np.clip(shares / shares.sum() * MIXED_SHARE * rows * max_length, 1, max_length)
-    lengths = {"full": np.full(rows, max_length, np.int32), "mixed": mixed.astype(np.int32)}
-    return Inputs(q, k_pages, v_pages, jnp.asarray(tables)), lengths
 
 
 def oracle(inputs: Inputs, lengths: np.ndarray) -> np.ndarray:

@@ -7,7 +7,9 @@ row has; elsewhere all run at once, as long as the longest.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from jaxtyping import Array, Float, Int32
 from paged_jax.attention.dtypes import wider
 from paged_jax.attention.merge import apply_sinks, merge_attention
 from paged_jax.attention.schedule import Schedule, Tiling, longest_first, make_schedule
+
+Results = TypeVar("Results")
 
 # Pieces that run at a time on CPU: alone, half of a piece's time goes into starting its operations; with
 # more of them what they read no longer fits a core's cache.
@@ -120,7 +124,7 @@ def _attend_tiles(
             values if scales is None else values * scales[page_ids, head].reshape(kv_step, 1).astype(compute)
         )
 
-    def attend(work: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    def attend(work: tuple[Array, ...]) -> tuple[Array, Array]:
         tile, head, split = work
         row, last = schedule.rows[tile], schedule.num_tokens[tile] - 1
         first_position, kv_end = schedule.first_positions[tile], schedule.kv_ends[tile]
@@ -177,19 +181,7 @@ def _attend_tiles(
         return acc / divisor, lse[:, 0]
 
     grid = (num_tiles, kv_heads, num_splits)
-    work = tuple(index.reshape(-1) for index in jnp.indices(grid, dtype=jnp.int32))
-
-    def in_batches(work: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        pieces = math.prod(grid)
-        # Not one alone: XLA rounds a product differently when it has no batch dimension.
-        batch = min(_CPU_BATCH, max(pieces, 2))
-        # The last piece is one of the shortest: to fill up with it costs nothing.
-        batches = (jnp.pad(index, (0, -pieces % batch), mode="edge").reshape(-1, batch) for index in work)
-        results = lax.map(jax.vmap(attend), tuple(batches))
-        output, lse = (result.reshape(-1, *result.shape[2:])[:pieces] for result in results)
-        return output, lse
-
-    output, lse = lax.platform_dependent(work, cpu=in_batches, default=jax.vmap(attend))
+    output, lse = run_pieces(attend, grid)
     output = output.reshape(*grid, tile_tokens, group, head_dim)
     lse = lse.reshape(*grid, tile_tokens, group)
     output, lse = output.swapaxes(0, 2), lse.swapaxes(0, 2)  # [num_splits, kv_heads, tiles, ...]
@@ -199,6 +191,25 @@ def _attend_tiles(
     output = output.at[at].get(mode="fill", fill_value=0).swapaxes(0, 1)
     lse = lse.at[at].get(mode="fill", fill_value=-jnp.inf).swapaxes(0, 1)
     return output, lse
+
+
+def run_pieces(attend: Callable[[tuple[Array, ...]], Results], grid: tuple[int, ...]) -> Results:
+    """What `attend` makes of each index into `grid`, one after the other in the results.
+
+    On CPU a few at a time, which should be about equally long, elsewhere all at once.
+    """
+    work = tuple(index.reshape(-1) for index in jnp.indices(grid, dtype=jnp.int32))
+
+    def in_batches(work: tuple[Array, ...]) -> Results:
+        pieces = math.prod(grid)
+        # Not one alone: XLA rounds a product differently when it has no batch dimension.
+        batch = min(_CPU_BATCH, max(pieces, 2))
+        # The last piece is one of the shortest: to fill up with it costs nothing.
+        batches = (jnp.pad(index, (0, -pieces % batch), mode="edge").reshape(-1, batch) for index in work)
+        results = lax.map(jax.vmap(attend), tuple(batches))
+        return jax.tree.map(lambda result: result.reshape(-1, *result.shape[2:])[:pieces], results)
+
+    return lax.platform_dependent(work, cpu=in_batches, default=jax.vmap(attend))
 
 
 def _row_sums(matrix: Array) -> Array:  # [rows, columns] -> [rows, 1]
