@@ -158,7 +158,7 @@ class TestThreads:
                 engine.submit(prompt, params(), request_id=f"{thread}-{i}")
 
         def drive():
-            while engine.has_work or not done.is_set():
+            while not done.is_set() or engine.has_work:  # the other way round, all may come in between
                 for delta in engine.step():
                     texts[delta.request_id] = texts.get(delta.request_id, ()) + delta.token_ids
 
