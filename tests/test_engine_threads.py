@@ -223,10 +223,10 @@ class TestThreads:
             number = next(visits)
             if number == 0:
                 reader.start()
-                waited = (received.wait(timeout=0.001) for _ in range(2000))
+                waited = (received.wait(timeout=0.001) for _ in range(60_000))
                 assert any(engine._next.locked() for _ in waited), "the reader does not wait for its turn"
             if number == 1:
-                assert received.wait(timeout=5)
+                assert received.wait(timeout=60)
             visit()
 
         engine._core.visit = observed_visit

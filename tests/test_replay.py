@@ -257,8 +257,9 @@ def browse(tmp_path_factory):
 
     def browse(file: Path, fragment: str = "") -> Page:
         profile = tmp_path_factory.mktemp("profile")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        flags += ["--disable-quic"]
         flags += [f"--user-data-dir={profile}", "--virtual-time-budget=2000", "--enable-logging=stderr"]
         found = subprocess.run(
             [browser, *flags, "--dump-dom", file.as_uri() + fragment],
