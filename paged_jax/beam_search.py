@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from paged_jax import page_table
-from paged_jax.generate import MAX_CHUNK, Decoder, check_prompts
+from paged_jax.generate import MAX_CHUNK, Decoder, as_stop_tokens, check_model, check_prompt
 from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import NO_PAGE, PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
@@ -124,9 +124,11 @@ def beam_search(
         `beam_width` beams, the best score first; fewer only where no more continuations exist.
 
     Raises:
+        TypeError: for a model that lacks one of these methods.
         ValueError: for an empty prompt or tokens that are not the model's, for a size below 1, a length
             penalty that is not finite, and a pool below the bound.
     """
+    check_model("beam_search", model)
     graph, parameters = nnx.split(model)
     arguments = _start(
         model,
@@ -158,13 +160,12 @@ def _start(
 
     Sizes that depend on the prompt are powers of two: prompts of about the same size compile nothing new.
     """
-    (prompt,) = check_prompts("beam_search", [prompt_ids], model.vocab_size)
+    prompt = check_prompt("beam_search", "prompt_ids", prompt_ids, model.vocab_size)
     check_sizes("beam_search", beam_width=beam_width, max_new_tokens=max_new_tokens, page_size=page_size)
-    stop_tokens = np.asarray(stop_token_ids)
-    if stop_tokens.ndim != 1 or not math.isfinite(length_penalty):
+    stop_tokens = as_stop_tokens("beam_search", stop_token_ids)
+    if not abs(length_penalty) * math.log2(max_new_tokens + 1) < 100:  # scores are in float32
         raise ValueError(
-            "beam_search: needs a sequence of stop tokens and a finite length_penalty, "
-            f"got {stop_token_ids=}, {length_penalty=}"
+            f"beam_search: max_new_tokens ** length_penalty must be of a moderate size, got {length_penalty=}"
         )
     shared = prompt.size // page_size
     longest = pages_for(prompt.size + max_new_tokens - 1, page_size)  # the last token is never stored

@@ -67,7 +67,10 @@ class TokenShape:
             ValueError: if a number is missing or not a positive integer, or the dtype is not known.
             NotImplementedError: for multi-head latent attention, which keeps no keys and values per head.
         """
-        config = config.get("text_config") or config
+        text_config = config.get("text_config") or {}
+        if not isinstance(text_config, Mapping):
+            raise ValueError(f"text_config must be an object, got {text_config!r}")
+        config = {**config, **text_config}
         if config.get("kv_lora_rank"):
             raise NotImplementedError("multi-head latent attention keeps no keys and values per head")
         width = "head_dim" if config.get("head_dim") else "hidden_size"
@@ -78,7 +81,9 @@ class TokenShape:
             config["num_hidden_layers"],
             config.get("num_key_value_heads") or config["num_attention_heads"],
             config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+            str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+                "torch."
+            ),
         )
 
     @property

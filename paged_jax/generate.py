@@ -10,10 +10,11 @@ device. The state goes in and comes out, so the loop can also run a few steps a 
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from paged_jax.kv_pages import KVPages
 from paged_jax.page_table import PageTable, pages_for
 from paged_jax.ragged_batch import RaggedBatch
 from paged_jax.sampling import Sampling, penalize, sample
-from paged_jax.under_jit import once_if, power_of_two
+from paged_jax.under_jit import check_sizes, once_if, power_of_two
 
 FinishReason = Literal["stop", "length", "out_of_pages"]
 
@@ -37,6 +38,7 @@ _FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "out
 MAX_CHUNK = 256
 """Prompt tokens that go through the model at once, at most."""
 _NO_LIMIT = jnp.iinfo(jnp.int32).max
+_LONGEST_ROW = 1 << 30  # sizes are rounded up to powers of two, and kept in int32
 
 
 class Decoder(Protocol):
@@ -119,6 +121,7 @@ def generate(
         One completion per prompt, in their order.
 
     Raises:
+        TypeError: for a model that lacks one of these methods.
         ValueError: for a prompt that is empty or not of the model's tokens, for settings of another
             number of rows, and for a pool that could not hold one of the rows even alone.
     """
@@ -151,25 +154,31 @@ def start(
     Sizes that depend on the prompts are rounded up to powers of two, so that other prompts of about
     the same size run without another compilation.
     """
-    ids = check_prompts("generate", prompts, model.vocab_size)
+    check_model("generate", model)
+    ids = [
+        check_prompt("generate", f"prompts[{row}]", prompt, model.vocab_size)
+        for row, prompt in enumerate(prompts)
+    ]
     rows = len(ids)
-    new_tokens, stop_tokens = np.asarray(max_new_tokens), np.asarray(stop_token_ids)
-    if new_tokens.shape not in ((), (rows,)) or np.any(new_tokens < 1):
+    if not rows:
+        raise ValueError("generate: needs at least one prompt, got 0 prompts")
+    new_tokens = np.asarray(max_new_tokens)
+    are_counts = new_tokens.shape in ((), (rows,)) and np.issubdtype(new_tokens.dtype, np.integer)
+    if not are_counts or np.any(new_tokens < 1):
         raise ValueError(
-            f"generate: max_new_tokens must be at least 1, one number or {rows}, got {max_new_tokens}"
+            f"generate: max_new_tokens must be at least 1, one number or {rows}, got {max_new_tokens!r}"
         )
-    if page_size < 1 or stop_tokens.ndim != 1:
-        raise ValueError(
-            "generate: needs a page_size of at least 1 and a sequence of stop tokens, "
-            f"got {page_size=}, {stop_token_ids=}"
-        )
+    check_sizes("generate", page_size=page_size)
+    stop_tokens = as_stop_tokens("generate", stop_token_ids)
     if sampling is not None and sampling.temperature.shape != (rows,):
         raise ValueError(
             f"generate: sampling has shape {sampling.temperature.shape}, and there are {rows} prompts"
         )
     prompt_lens = np.array([prompt.size for prompt in ids], np.int32)
-    max_tokens = (prompt_lens + new_tokens).astype(np.int32)
+    max_tokens = prompt_lens + new_tokens
     longest = int(max_tokens.max())
+    if longest > _LONGEST_ROW:
+        raise ValueError(f"generate: a row of {longest} tokens is too long; lower max_new_tokens")
     max_pages_per_row = power_of_two(pages_for(longest, page_size))
     if num_pages is None:
         num_pages = enough_pages(max_tokens, page_size)
@@ -187,35 +196,68 @@ def start(
         tokens=jnp.asarray(tokens),
         num_tokens=jnp.asarray(prompt_lens),
         prompt_lens=jnp.asarray(prompt_lens),
-        max_tokens=jnp.asarray(max_tokens),
+        max_tokens=jnp.asarray(max_tokens.astype(np.int32)),
         status=jnp.full(rows, _RUNNING, jnp.int32),
         least_free=jnp.asarray(num_pages, jnp.int32),
         # A copy: the state is donated, and the caller may want theirs again.
         sampling=Sampling.create(rows) if sampling is None else jax.tree.map(jnp.copy, sampling),
-        stop_tokens=jnp.asarray(stop_tokens, jnp.int32),
+        stop_tokens=jnp.asarray(stop_tokens),
         chunk=min(power_of_two(int(prompt_lens.sum())), MAX_CHUNK),
     )
 
 
-def check_prompts(
-    function: str, prompts: Sequence[Sequence[int]], vocab_size: int
-) -> list[Int32[np.ndarray, " tokens"]]:
-    """The prompts as arrays.
+def check_model(function: str, model: object, protocol: type[Any] = Decoder) -> None:
+    """Refuses what does not have all that the protocol asks for.
 
     Raises:
-        ValueError: if there is none, or one of them is not one or more of the model's tokens.
+        TypeError: which says what is missing.
     """
-    ids = [np.asarray(prompt) for prompt in prompts]
-    if not ids:
-        raise ValueError(f"{function}: needs at least one prompt, got 0 prompts")
-    for row, prompt in enumerate(ids):
-        are_ids = prompt.ndim == 1 and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer)
-        if not are_ids or np.any((prompt < 0) | (prompt >= vocab_size)):
-            raise ValueError(
-                f"{function}: prompts[{row}] must be one or more token ids in [0, {vocab_size}), "
-                f"got {prompts[row]!r}"
-            )
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{function}: model must be a Flax NNX module, got {type(model)}")
+    names = [name for name in dir(protocol) if name == "__call__" or not name.startswith("_")]
+    missing = [name for name in names if not hasattr(model, name)]
+    if missing:
+        raise TypeError(
+            f"{function}: {type(model).__name__} has no {', '.join(missing)}; "
+            f"see {protocol.__module__}.{protocol.__name__} for what a model needs"
+        )
+
+
+def check_prompt(
+    function: str, name: str, prompt: Sequence[int], vocab_size: int
+) -> Int32[np.ndarray, " tokens"]:
+    """The prompt as an array.
+
+    Raises:
+        ValueError: if it is not one or more of the model's tokens.
+    """
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # nested, and of different lengths
+        ids = np.empty(0)
+    are_ids = ids.ndim == 1 and ids.size > 0 and np.issubdtype(ids.dtype, np.integer)
+    if not are_ids or np.any((ids < 0) | (ids >= vocab_size)):
+        raise ValueError(
+            f"{function}: {name} must be one or more token ids in [0, {vocab_size}), "
+            f"got {reprlib.repr(prompt)}"
+        )
     return ids
+
+
+def as_stop_tokens(function: str, stop_token_ids: Sequence[int]) -> Int32[np.ndarray, " stops"]:
+    """The ids as an array.
+
+    Raises:
+        ValueError: for what is no sequence of token ids.
+    """
+    stops = np.asarray(stop_token_ids)
+    stops = stops.astype(np.int32) if stops.shape == (0,) else stops
+    limit = np.iinfo(np.int32).max
+    if stops.ndim != 1 or not np.issubdtype(stops.dtype, np.integer) or np.any((stops < 0) | (stops > limit)):
+        raise ValueError(
+            f"{function}: stop_token_ids must be a sequence of token ids, got {reprlib.repr(stop_token_ids)}"
+        )
+    return stops.astype(np.int32)
 
 
 def run(model: Decoder, state: Generation, num_steps: int = _NO_LIMIT) -> Generation:

@@ -122,6 +122,8 @@ class KVPages:
                     f"KVPages.write: {name} must have shape {list(shape)} for {tokens} page ids and pages of "
                     f"shape {list(self.k_pages[layer].shape)}, got {list(array.shape)}"
                 )
+        page_ids = as_int32("KVPages.write", "page_ids", page_ids, (tokens,))
+        slots = as_int32("KVPages.write", "slots", slots, (tokens,))
         new = {"k_pages": k, "v_pages": v}
         if self.k_scales is not None:
             new["k_pages"], new["k_scales"] = quantise(k, self.k_pages[layer].dtype)

@@ -67,7 +67,7 @@ class Sampling:
             "top_k": (top_k, jnp.int32, lambda x: (x >= 0) & (x < 2**31), "a whole number in [0, 2**31)"),
             "top_p": (top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
             "min_p": (min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
-            "repetition_penalty": (repetition_penalty, jnp.float32, lambda x: x > 0, "greater than 0"),
+            "repetition_penalty": (repetition_penalty, jnp.float32, lambda x: x >= 2**-126, "greater than 0"),
             "presence_penalty": (presence_penalty, jnp.float32, np.isfinite, "finite"),
             "frequency_penalty": (frequency_penalty, jnp.float32, np.isfinite, "finite"),
             "seed": (seed, jnp.uint32, lambda x: (x >= 0) & (x < 2**32), "a whole number in [0, 2**32)"),
@@ -83,7 +83,7 @@ class Sampling:
                 raise ValueError(
                     f"Sampling: {name} must be {wanted}, one for all or each of {rows} rows, got {value!r}"
                 )
-            fields[name] = jnp.broadcast_to(jnp.asarray(array, dtype), (rows,))
+            fields[name] = jnp.asarray(np.broadcast_to(array.astype(dtype), (rows,)))
         return cls(**fields)
 
 
@@ -111,7 +111,8 @@ def sample(
         scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
         def noise(seed: Array, position: Array) -> Array:
-            key = jax.random.fold_in(jax.random.key(seed), position)
+            # Whatever jax's default is: others draw for a whole batch at once, from its first row's seed.
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
             return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
 
         drawn = scaled + jax.vmap(noise)(sampling.seed, positions)

@@ -72,9 +72,10 @@ FLOATS = jnp.ones((7, 2, 4))
         ({"sliding_window": -1}, "sliding_window.*at least 1.*sliding_window=-1"),
         ({"sliding_window": 4.0}, "sliding_window.*integer.*sliding_window=4.0"),
         ({"sliding_window": True}, "sliding_window.*integer.*sliding_window=True"),
-        ({"logits_soft_cap": 0.0}, "logits_soft_cap must be positive.*logits_soft_cap=0.0"),
-        ({"logits_soft_cap": -5.0}, "logits_soft_cap must be positive.*logits_soft_cap=-5.0"),
-        ({"logits_soft_cap": np.inf}, "logits_soft_cap must be positive and finite.*logits_soft_cap=inf"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a number, positive.*logits_soft_cap=0.0"),
+        ({"logits_soft_cap": -5.0}, "logits_soft_cap must be a number, positive.*logits_soft_cap=-5.0"),
+        ({"logits_soft_cap": np.inf}, "logits_soft_cap must be a number, positive and finite.*=inf"),
+        ({"logits_soft_cap": jnp.float32(3)}, "logits_soft_cap must be a number.*logits_soft_cap=Array(3"),
         ({"sinks": jnp.zeros(2)}, "sinks must have shape [q_heads=4].*(2,)"),
         ({"k_scales": FLOATS}, "k_scales and v_scales go together"),
         ({"k_scales": FLOATS, "v_scales": jnp.ones((7, 2))}, "v_scales must.*[7, 2, 4].*[7, 2]"),
@@ -225,6 +226,17 @@ def test_b56_x64():
             output = attention(*inputs, implementation=implementation)
             assert output.dtype == jnp.float64
             np.testing.assert_allclose(output, oracle(*inputs)[0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_b56_numbers_of_numpy_widen_nothing(implementation: str):
+    expected = attention(*INPUTS, scale=0.3, logits_soft_cap=3.0, implementation=implementation)
+    with jax.enable_x64(True):
+        for scale in (np.float64(0.3), jnp.float64(0.3)):
+            options = {"scale": scale, "logits_soft_cap": np.float64(3.0)}
+            output = paged_attention(*INPUTS, **options, implementation=implementation)
+            assert output.dtype == jnp.float32
+            np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_default_tiles_do_not_outgrow_the_work():

@@ -217,6 +217,8 @@ def test_b75_five_pools_leave_nothing_behind():
         (LLAMA_3_8B | {"num_key_value_heads": None}, None, 512 * KiB),
         (LLAMA_3_8B | {"head_dim": 64}, None, 64 * KiB),
         ({"text_config": LLAMA_3_8B, "vision_config": {}}, None, 128 * KiB),
+        ({"text_config": LLAMA_3_8B | {"torch_dtype": None}, "dtype": "float32"}, None, 256 * KiB),
+        (LLAMA_3_8B | {"torch_dtype": "torch.float32"}, None, 256 * KiB),
     ],
 )
 def test_token_shape_of_a_config(config, dtype, num_bytes):
@@ -235,6 +237,7 @@ def test_token_shape_of_a_config(config, dtype, num_bytes):
         (LLAMA_3_8B | {"num_attention_heads": 0}, ValueError, "num_attention_heads must be a positive"),
         (LLAMA_3_8B | {"num_key_value_heads": -8}, ValueError, "num_kv_heads must be a positive"),
         (LLAMA_3_8B | {"torch_dtype": "int4"}, ValueError, "dtype must be one of .*, got 'int4'"),
+        ({"text_config": 5}, ValueError, "text_config must be an object, got 5"),
         (LLAMA_3_8B | {"kv_lora_rank": 512}, NotImplementedError, "multi-head latent attention"),
     ],
 )

@@ -160,7 +160,8 @@ def test_errors_are_one_line(command, message, code):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"{}", b"\x89PNG\r\n", b'{"num_hidden_layers": "32"}']
+    "content",
+    [b"", b"{", b"[1]", b"{}", b"\x89PNG\r\n", b'{"num_hidden_layers": "32"}', b'{"text_config": [1]}'],
 )
 def test_a_damaged_config_is_one_line(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)

@@ -1,6 +1,9 @@
 """Every block of Python in README and docs runs, top to bottom, one file after the other."""
 
+import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -30,6 +33,20 @@ def test_the_blocks_run(file, monkeypatch):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks(file):
             exec(compile(block, str(file), "exec"), namespace)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if blocks(f)], ids=lambda f: str(f.relative_to(ROOT)))
+def test_a_page_says_what_to_install_for_it(file):
+    """Beyond what comes with the package: the environment of these tests has more than that."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {re.match("[a-z0-9-]+", wanted)[0].replace("-", "_") for wanted in project["dependencies"]}
+    installed |= {"paged_jax", "orbax"} | sys.stdlib_module_names  # flax requires orbax
+    for command in re.findall("pip install ([^`\\n]*)", file.read_text(encoding="utf-8")):
+        installed |= set(command.replace("-", "_").split())
+    nodes = [node for block in blocks(file) for node in ast.walk(ast.parse(block))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= installed
 
 
 def test_there_is_something_to_run():

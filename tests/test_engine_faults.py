@@ -94,9 +94,16 @@ def test_b13_other_weights_find_no_pages():
         engine.replace_model(other)
     finish(engine)
     cached = engine.metrics.pages_cached
-    for changes in ({"num_layers": 3}, {"sliding_window": 8}, {"vocab_size": 32}):
-        with pytest.raises(ValueError, match=r"must belong to the same architecture.* make another engine"):
+    for changes, kind in (
+        ({"num_layers": 3}, "pages, parameters"),
+        ({"sliding_window": 8}, "sliding window"),
+        ({"vocab_size": 32}, "vocabulary, parameters"),
+        ({"intermediate_size": 64}, "parameters"),
+    ):
+        with pytest.raises(ValueError, match=f"have another kind of {kind}; make another engine"):
             engine.replace_model(tiny_llama(**changes))
+    with pytest.raises(ValueError, match="rows have up to 64 tokens, and the model was made for 32"):
+        engine.replace_model(tiny_llama(max_length=32))
     assert engine.metrics.pages_cached == cached
 
 
@@ -110,6 +117,16 @@ def test_b13_nobody_finds_the_pages_of_another_salt():
         assert texts(outputs) == continued(prompts, 2)
         cached.append(engine.metrics.cached_tokens - before)
     assert cached == [0, 0, 0, 28, 28, 28]
+
+
+def test_b13_a_salt_may_be_any_text():
+    """What a file name or an environment variable gives where its bytes are no UTF-8."""
+    engine = make_engine()
+    prompts = random_prompts(21, 9, seed=13)
+    for cached in (0, 20):
+        (output, _) = engine.generate(prompts, params(2), salt="caf\udce9")
+        assert texts([output]) == continued(prompts[:1], 2)
+        assert engine.metrics.cached_tokens >= cached
 
 
 def test_b14_chunks_leave_no_trace_in_the_prefix_cache():

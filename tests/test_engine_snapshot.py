@@ -78,6 +78,31 @@ def test_through_orbax(tmp_path, uninterrupted):
         assert after[key][-1].finish_reason == reason
 
 
+def test_what_nobody_has_read_comes_later():
+    """Of those who step, and of two streams: one that has brought its request to the end."""
+    engine = make_engine()
+    engine.submit(PROMPTS[4], SamplingParams(max_tokens=3, logprobs=True), request_id="submitted")
+    read = engine.stream(PROMPTS[0], PARAMS[0])
+    unread = engine.stream(PROMPTS[2], SamplingParams(max_tokens=12, temperature=np.float32(0.5)))
+    begun = next(unread)
+    list(read)
+    later = make_engine()
+    later.restore(jax.device_get(engine.snapshot()))
+    found = finish(later)
+    assert joined([begun, *found[begun.request_id, 0]]) == joined([begun, *unread])
+    assert len(joined(found["submitted", 0])) == 3
+    assert found == {(begun.request_id, 0): found[begun.request_id, 0], **finish(engine)}
+
+
+def test_later_requests_draw_as_if_nothing_had_happened():
+    settings = SamplingParams(max_tokens=20, temperature=1.5)
+    engine, later = make_engine(), make_engine()
+    engine.generate(PROMPTS[:2], settings)
+    later.restore(jax.device_get(engine.snapshot()))
+    expected, got = (each.generate(PROMPTS[:1], settings)[0].token_ids for each in (engine, later))
+    assert got == expected
+
+
 def test_of_another_engine_is_refused():
     snapshot = make_engine().snapshot()
     with pytest.raises(ValueError, match="another model or other arguments"):

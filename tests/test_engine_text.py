@@ -2,10 +2,10 @@
 
 import codecs
 import string
-from itertools import accumulate
+from itertools import accumulate, count
 
 import pytest
-from engines import check_at_rest, make_engine
+from engines import check_at_rest, joined, make_engine
 from engines import quick_compilation as quick_compilation
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +48,8 @@ def write(token_ids, stops, sizes=(), has_text=True) -> tuple[int, str, bool, li
         rest, read = rest[size:], read + count
         pieces.append(piece)
     if not stopped:
-        pieces.append(writer.finish())
+        piece, stopped = writer.finish()
+        pieces.append(piece)
     assert writer.text == "".join(pieces)
     return read, writer.text, stopped, pieces
 
@@ -68,13 +69,15 @@ def expected(token_ids, stops) -> tuple[int, str, bool]:
         ]
         if found:
             return read, text[: min(found)], True
-    return len(token_ids), "".join(texts) + stream.flush(), False
+    text = "".join(texts) + stream.flush()
+    found = [text.find(stop) for stop in stops if isinstance(stop, str) and stop in text]
+    return len(token_ids), text[: min(found, default=None)], bool(found)
 
 
 tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 stop_lists = st.lists(
     st.one_of(
-        st.text("abcé€", min_size=1, max_size=4),
+        st.text("abcé€\N{REPLACEMENT CHARACTER}", min_size=1, max_size=4),
         st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=3).map(tuple),
     ),
     max_size=3,
@@ -178,8 +181,32 @@ class TestEngine:
         assert completion.token_ids == written()
         assert completion.text == letters(written())
         assert engine.generate([PROMPT], SamplingParams(max_tokens=NEW))[0].text == completion.text
-        with pytest.raises(ValueError, match=r"one or more token ids in \[0, 64\), got ''"):
+        with pytest.raises(ValueError, match=r"one or more token ids in \[0, 64\), got \[\]"):
             engine.submit("")
+
+    def test_after_an_error_in_the_tokenizer_no_text_comes_twice(self, monkeypatch):
+        engine = make_engine(tokenizer=Letters())
+        push, calls = Letters.push, count()
+
+        def fail_once(stream, token_id):
+            if next(calls) == 7:
+                raise RuntimeError("not now")
+            return push(stream, token_id)
+
+        monkeypatch.setattr(Letters, "push", fail_once)
+        request_id = engine.submit(PROMPT, SamplingParams(max_tokens=NEW, logprobs=True))
+        deltas, errors = [], []
+        while engine.has_work:
+            try:
+                deltas += engine.step()
+            except RuntimeError as error:
+                errors.append(error)
+        assert len(errors) == 1
+        assert joined(deltas) == written()
+        assert "".join(delta.text for delta in deltas) == letters(written())
+        assert sum(len(delta.logprobs) for delta in deltas) == NEW
+        assert {delta.request_id for delta in deltas} == {request_id}
+        check_at_rest(engine)
 
     @pytest.mark.parametrize("begin", [0, 1, 6, NEW - 2])
     def test_b67_a_stop_text_is_cut_exactly(self, begin):
@@ -232,4 +259,4 @@ def test_b67_a_sequence_that_an_end_token_completes():
     for stops, text in ((((b, end),), "a"), (((b, end), (a, b, end)), ""), (((b, 98),), "ab")):
         writer = TextWriter(Stream(), stops)
         given = writer.push([a, b])[1]
-        assert given + writer.finish(end_token=end) == text == writer.text
+        assert given + writer.finish(end_token=end)[0] == text == writer.text

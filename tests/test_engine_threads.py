@@ -81,11 +81,11 @@ class TestStream:
         engine.submit(PROMPTS[1], params(), request_id="other")
         deliver = engine._deliver
 
-        def deliver_and_collect(news):
+        def deliver_and_collect():
             gc.collect()
             with engine._queue:
                 gc.collect()
-            deliver(news)
+            deliver()
 
         engine._deliver = deliver_and_collect
         assert joined(finish(engine)["other", 0]) == continued(PROMPTS[1])

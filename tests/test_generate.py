@@ -13,6 +13,7 @@ from flax import nnx
 from tiny import NO_STOPS, VOCAB, forward, greedy, random_prompts, tiny_llama
 
 import paged_jax.generate as generate_module
+from paged_jax.beam_search import beam_search
 from paged_jax.generate import Completion, Generation, completions, finished, generate, run, start
 from paged_jax.models import load
 from paged_jax.sampling import Sampling, penalize, sample
@@ -302,7 +303,12 @@ class TestMemoryAndCompilation:
         assert not finished(state)
 
     def test_other_prompts_and_settings_of_one_size_compile_nothing(self):
-        generate(tiny_llama(), PROMPTS, **SMALL)
+        def generate_in_steps(lengths, stops, limits, **settings):
+            sampling = Sampling.create(3, **settings)
+            arguments = {"max_new_tokens": limits, "stop_token_ids": stops, "sampling": sampling}
+            run_in_steps(start(tiny_llama(), random_prompts(*lengths), page_size=4, **arguments), 7)
+
+        generate_in_steps((9, 1, 12), (1, 2), NEW)
         compilations = []
 
         def listen(event, *_, **__):
@@ -311,10 +317,9 @@ class TestMemoryAndCompilation:
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
-            for lengths, stops, limits in (((17, 1, 1), (3, 4), 13), ((7, 12, 8), (5, 6), [5, 20, 1])):
-                sampling = Sampling.create(3, temperature=[0, 1.0, 0.5], top_p=0.9, repetition_penalty=1.1)
-                arguments = {"max_new_tokens": limits, "stop_token_ids": stops, "sampling": sampling}
-                run_in_steps(start(tiny_llama(), random_prompts(*lengths), page_size=4, **arguments), 7)
+            settings = {"temperature": [0, 1.0, 0.5], "top_p": 0.9, "repetition_penalty": 1.1}
+            generate_in_steps((17, 1, 1), (3, 4), 13, **settings)
+            generate_in_steps((7, 12, 8), (5, 6), [5, 20, 1], **settings)
             assert not compilations
             jax.jit(lambda x: x + 1).lower(1.0).compile()
             assert compilations
@@ -332,13 +337,21 @@ class TestMemoryAndCompilation:
         ({"prompts": [[1.0, 2.0]]}, r"prompts\[0\] must be .* got \[1.0, 2.0\]"),
         ({"prompts": ["text"]}, r"prompts\[0\] must be .* got 'text'"),
         ({"prompts": [1, 2]}, r"prompts\[0\] must be .* got 1"),
+        ({"prompts": [[[1], [2, 3]]]}, r"prompts\[0\] must be .* got \[\[1\], \[2, 3\]\]"),
+        ({"prompts": [[64] * 1000]}, r"prompts\[0\] must be .* got \[64, 64, 64, 64, 64, 64, \.\.\.\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"max_new_tokens": [3, 0]}, "max_new_tokens must be at least 1"),
+        ({"max_new_tokens": 2.7}, "max_new_tokens must be at least 1, .* got 2.7"),
+        ({"max_new_tokens": True}, "max_new_tokens must be at least 1, .* got True"),
+        ({"max_new_tokens": 2**31 - 5}, "a row of 2147483645 tokens is too long; lower max_new_tokens"),
+        ({"page_size": 2.0}, "page_size must be a positive integer, got page_size=2.0"),
+        ({"stop_token_ids": [15.5]}, r"stop_token_ids must be a sequence of token ids, got \[15.5\]"),
+        ({"stop_token_ids": [2**32 + 15]}, "stop_token_ids must be a sequence of token ids, got"),
         ({"max_new_tokens": [3, 3, 3]}, "one number or 2"),
         ({"page_size": 0}, "page_size=0"),
         ({"num_pages": 0}, "holds 0 pages of 16"),
         ({"num_pages": -1}, "holds -1 pages of 16"),
-        ({"stop_token_ids": 2}, "stop_token_ids=2"),
+        ({"stop_token_ids": 2}, "stop_token_ids must be a sequence of token ids, got 2"),
         ({"sampling": Sampling.create(3)}, r"sampling has shape \(3,\), and there are 2 prompts"),
         ({"dtype": jnp.int16}, "dtype must be one of .*int8.*, got int16"),
     ],
@@ -362,3 +375,27 @@ def test_smollm2_writes_what_transformers_writes():
         " girl named Emma who loved to play in the sun."
         " She would often go to the beach and play with her friends."
     )
+
+
+class Half(nnx.Module):
+    """Not a whole model."""
+
+    vocab_size = 64
+
+    def logits(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Half(), r"Half has no __call__, create_pages; see paged_jax\.generate\.Decoder"),
+        (len, "model must be a Flax NNX module, got <class 'builtin_function_or_method'>"),
+    ],
+    ids=["half", "function"],
+)
+def test_a_model_that_is_none(model, message):
+    with pytest.raises(TypeError, match=f"generate: {message}"):
+        generate(model, [[1, 2]])
+    with pytest.raises(TypeError, match=f"beam_search: {message}"):
+        beam_search(model, [1, 2], beam_width=2, max_new_tokens=3)

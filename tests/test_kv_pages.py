@@ -56,6 +56,12 @@ def test_gather_gives_back_what_was_written_in_chunks():
     chex.assert_trees_all_equal((kv.k_pages[0], kv.v_pages[0]), (pools().k_pages[0], pools().v_pages[0]))
 
 
+def test_narrow_integers_in_a_pool_with_more_pages_than_they_count():
+    (k, v), kv = new(2), KVPages.create(1, 200, HEADS, 4, HEAD_DIM)
+    expected = kv.write(0, k, v, ids(2, NO_PAGE), ids(1, 0))
+    chex.assert_trees_all_equal(kv.write(0, k, v, jnp.int8([2, NO_PAGE]), jnp.uint8([1, 0])), expected)
+
+
 @pytest.mark.parametrize("x64", [False, True])
 def test_wide_integers_address_the_same_slots(x64):
     (k, v), kv = new(2), pools()

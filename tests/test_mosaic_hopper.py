@@ -245,6 +245,13 @@ def test_lowers_for_cuda_without_a_gpu(name: str):
     assert "mosaic_gpu" in text
 
 
+def test_b56_lowers_with_x64():
+    function, arguments = kernel_resources.shapes_of(CALLS["mixed, head_dim 80, int8"])
+    with jax.enable_x64(True):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
 def test_no_copy_of_the_pool():
     """Padded heads, quantised pages, pools past 2**31 elements: the pools go to the kernel as they are."""
     for name in ("decode, head_dim 80", "decode, head_dim 112, int8"):

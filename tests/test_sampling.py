@@ -163,6 +163,16 @@ class TestRowsAreIndependent:
         chex.assert_trees_all_equal(together, np.concatenate([of([row]) for row in range(8)], axis=1))
         chex.assert_trees_all_equal(together[:, [0, 7]], all_logits[:, [0, 7]].argmax(axis=2))
 
+    @pytest.mark.parametrize("default", ["rbg", "unsafe_rbg"])
+    def test_b66_whatever_generator_jax_has_by_default(self, default):
+        """These draw for a whole batch at once, from the first row's seed."""
+        logits = np.tile(LOGITS, (4, 1))
+        expected = tokens_of(logits, np.arange(4), temperature=1.0, seed=[1, 2, 3, 4])
+        with jax.default_prng_impl(default):
+            for seed in ([1, 2, 3, 4], [9, 2, 9, 4]):
+                tokens = tokens_of(logits, np.arange(4), temperature=1.0, seed=seed)
+                assert tokens[1::2] == expected[1::2]
+
     def test_equal_rows_draw_equal_tokens(self):
         logits = np.tile(LOGITS, (DRAWS, 1))
         assert len(set(tokens_of(logits, np.full(DRAWS, 5), temperature=1.0, seed=1))) == 1
@@ -248,6 +258,7 @@ def test_logits_of_fewer_bits():
         {"min_p": 2},
         {"repetition_penalty": 0},
         {"repetition_penalty": -1},
+        {"repetition_penalty": 1e-50},  # 0 in float32
         {"presence_penalty": np.nan},
         {"frequency_penalty": np.inf},
         {"seed": -1},

@@ -37,8 +37,10 @@ def _where(result: Result) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and all of them before the point."""
-    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+    """Three digits, and all of them before the point; counts as they are."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def rivals(result: Result) -> Rows:
@@ -162,7 +164,7 @@ def fragmentation(result: Result) -> Rows:
     return [
         {
             "policy": policies[record["policy"]],
-            "slots that hold tokens": f"{record['mean']['used']:.1%}",
+            "slots that hold tokens": f"{100 * record['mean']['used']:.1f} %",
             "requests at once": _number(record["mean"]["running"]),
             "requests done": _number(record["mean"]["completed"]),
             "preempted": _number(record["mean"]["preempted"]),

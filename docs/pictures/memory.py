@@ -121,7 +121,7 @@ def draw_fragmentation(path: Path, moment: Moment | None = None) -> None:
         axes.text(24, top + 14, title, size=style.NORMAL, weight="bold")
         axes.text(24, top + 33, text, size=style.SMALL, color=style.MUTED)
         _draw_map(axes, top + 44, series.owners[step])
-    note = f"A cell is {PAGE_SIZE} slots, a colour is a request, grey is free."
+    note = f"A cell is {PAGE_SIZE} slots in its request's colour; colours repeat, and grey is free."
     axes.text(24, height - 22, note, size=style.SMALL, color=style.MUTED)
     style.save(figure, path, "A memory map under first fit, with holes, and in pages")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Literal, NamedTuple
 
 import jax
@@ -114,6 +115,8 @@ def paged_attention(
         The output in the dtype of `q`, and with `return_lse` the log-sum-exp in float32 or wider. A
         token with nothing to attend, such as padding or the token of an empty row, gives 0 and -inf.
 
+    Gradients exist with implementation="reference" only.
+
     Query head h reads kv head h // (q_heads // kv_heads). Where q and the pages differ in dtype, the
     wider is used; float32 is never computed in less.
 
@@ -130,16 +133,20 @@ def paged_attention(
     _check_arrays(q, k_pages, v_pages, block_tables, lengths, query_starts, sinks, k_scales, v_scales)
     if scale is not None and jnp.ndim(scale) != 0:
         raise ValueError(f"paged_attention: scale must be one number, got {jnp.shape(scale)=}")
+    if scale is not None and not isinstance(scale, jax.Array):
+        scale = float(scale)  # numpy's numbers have a dtype that would spread
     if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
         raise ValueError(
             "paged_attention: sliding_window counts positions, the token itself included: it must be an "
             f"integer of at least 1, or None to see everything; got {sliding_window=}"
         )
-    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
-        raise ValueError(
-            "paged_attention: logits_soft_cap must be positive and finite, or None for none; "
-            f"got {logits_soft_cap=}"
-        )
+    if logits_soft_cap is not None:
+        if not isinstance(logits_soft_cap, Real) or not 0 < logits_soft_cap < math.inf:
+            raise ValueError(
+                "paged_attention: logits_soft_cap must be a number, positive and finite, or None for none; "
+                f"got {logits_soft_cap=}"
+            )
+        logits_soft_cap = float(logits_soft_cap)
     if implementation is None and tiling is not None:
         implementation = "xla" if isinstance(tiling, Tiling) else "mosaic_hopper"
     choice = paged_attention_implementation(

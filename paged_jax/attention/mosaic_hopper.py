@@ -9,6 +9,7 @@ arXiv:2407.08608). docs/concepts/kernel.md has the arithmetic.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,14 @@ from paged_jax.attention.schedule import make_schedule
 from paged_jax.attention.tiles import pack_queries, unpack_outputs
 
 
+def mosaic_hopper_attention(*arrays: Array | None, **options: Any) -> tuple[Array, Array]:
+    """Output in the dtype of q or float32, and log-sum-exp. Arguments as in `paged_attention`, checked."""
+    with jax.enable_x64(False):  # where it is on, plain integers would become int64 beside the kernel's int32
+        return _mosaic_hopper_attention(*arrays, **options)
+
+
 @partial(jax.jit, static_argnames=("sliding_window", "logits_soft_cap", "tiling"))
-def mosaic_hopper_attention(
+def _mosaic_hopper_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
@@ -42,7 +49,6 @@ def mosaic_hopper_attention(
     v_scales: Float[Array, "num_pages kv_heads page_size"] | None,
     tiling: KernelConfig | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
-    """Output in the dtype of q or float32, and log-sum-exp. Arguments as in `paged_attention`, checked."""
     problem = problem_of(q, k_pages, block_tables, query_starts, k_scales)
     config = choose_config(problem) if tiling is None else tiling
     config.check(problem)

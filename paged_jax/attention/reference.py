@@ -61,7 +61,8 @@ def reference_attention(
             for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
         )
         query = query.reshape(kv_heads, -1, head_dim).astype(dtype)
-        scores = jnp.einsum("hgd,hkd->hgk", query, k, precision=lax.Precision.HIGHEST) * scale
+        scores = jnp.einsum("hgd,hkd->hgk", query, k, precision=lax.Precision.HIGHEST)
+        scores *= jnp.asarray(scale, dtype)
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
         scores = jnp.where(visible[None, None, :], scores, -jnp.inf)

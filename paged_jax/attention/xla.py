@@ -148,7 +148,8 @@ def _attend_tiles(
                 jnp.where(live[:, None], read(pool, scales, page_ids, head), 0)
                 for pool, scales in zip(pools[:2], pools[2:], strict=True)
             )
-            scores = jnp.dot(queries, k.T, precision=precision, preferred_element_type=accumulate) * scale
+            scores = jnp.dot(queries, k.T, precision=precision, preferred_element_type=accumulate)
+            scores *= jnp.asarray(scale, accumulate)
             if logits_soft_cap is not None:
                 scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
             visible = position[None, :] <= q_position

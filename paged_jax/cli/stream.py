@@ -53,7 +53,8 @@ def usage_text(usage: Usage) -> Table:
         f"{usage.peak_pages} of {usage.num_pages} used at once, {usage.page_size} tokens each: "
         f"{slots(usage.peak_pages * usage.page_size)}",
     )
-    table.add_row("wasted", f"{usage.wasted_slots} slots in the rows' last pages, {usage.used_slots} used")
+    held = usage.used_slots + usage.wasted_slots
+    table.add_row("wasted", f"{usage.wasted_slots} of the {held} slots that the rows held as they ended")
     table.add_row("contiguous", f"would have reserved {slots(usage.contiguous_slots)} for these limits,")
     table.add_row("", f"{slots(usage.context_slots)} for the model's whole context")
     return table

@@ -1,6 +1,7 @@
 """Visits: the host looks at what has been written, decides who runs, and sends the device off again."""
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class News(NamedTuple):
     token_ids: list[int]
     text: str
     logprobs: list[float]
+    finish_reason: FinishReason | None
 
 
 class EngineCore:
@@ -51,10 +53,10 @@ class EngineCore:
         )
         self._num_free = limits.num_pages
         self._short_of_pages = False  # the last run, which had drafts
-        self._news: list[News] = []
+        self.news: deque[News] = deque()  # what visits have brought, until somebody takes it
 
     def visit(self) -> None:
-        """Lets sequences join, runs some steps, and reads what came of them: `take_news`.
+        """Lets sequences join, runs some steps, and reads what came of them: `news`.
 
         After an error no token is lost: whatever ran is back in the queue, and begins again from its
         known tokens.
@@ -71,16 +73,18 @@ class EngineCore:
             self.metrics.seconds += time.perf_counter() - began
             self._gauge()
 
-    def take_news(self) -> list[News]:
-        """What visits have brought since the last call."""
-        news, self._news = self._news, []
-        return news
+    def add(self, job: Job) -> None:
+        """Puts a sequence in the queue."""
+        try:
+            self.scheduler.add(job)
+        except BaseException:
+            self.recover()
+            raise
 
     def remove(self, jobs: Iterable[Job]) -> None:
         """Takes sequences out of the queue and the rows; their pages are free afterwards."""
-        rows = [row for job in jobs for row in self.scheduler.remove(job)]
         try:
-            if rows:
+            if rows := [row for job in jobs for row in self.scheduler.remove(job)]:
                 self._change(released=rows)
         except BaseException:
             self.recover()
@@ -118,20 +122,17 @@ class EngineCore:
         self._runner.restore(device_state)
         self.scheduler.forget()
         self._num_free = int(self._runner.update(unpinned=pinned))
-        for job in jobs:
-            self.metrics.submitted += job.finish_reason is None
-            if job.row is not None:
-                self.scheduler.running[job.row] = job
-            elif job.finish_reason is None:
-                self.scheduler.add(job)
+        unfinished = [job for job in jobs if job.finish_reason is None]
+        self.metrics.submitted += len(unfinished)
+        for job in unfinished:
+            self.scheduler.add(job)
         self._gauge()
 
     def _join(self) -> None:
         """Makes room where it is short, and lets those join for whom there is some."""
         scheduler, metrics = self.scheduler, self.metrics
         while (victim := scheduler.preempt(self._num_free)) is not None:
-            row = scheduler.remove(victim)
-            scheduler.add(victim)
+            row = scheduler.put_back(victim)
             metrics.preemptions += 1
             self._change(released=row)
         while (admission := scheduler.admit(self._num_free)) is not None:
@@ -176,23 +177,26 @@ class EngineCore:
         for row, job in list(scheduler.running.items()):
             new = report.new_tokens[row, : report.num_new[row]].tolist()
             ended_by_token = bool(report.stopped[row])
-            read, text, stopped = job.writer.push(new[:-1] if ended_by_token else new)
+            writer = job.writer.copy()
+            read, text, stopped = writer.push(new[:-1] if ended_by_token else new)
             reason: FinishReason | None = None
             if stopped:
                 new, reason = new[:read], "stop"
             elif not report.running[row]:
-                text += job.writer.finish(new[-1] if ended_by_token else None)
-                reason = "stop" if ended_by_token else "length"
+                rest, stopped = writer.finish(new[-1] if ended_by_token else None)
+                text += rest
+                reason = "stop" if ended_by_token or stopped else "length"
             scores = report.logprobs[row, : len(new)].tolist() if job.params.logprobs else []
+            # Nothing has changed so far: after an error, from a tokenizer say, the job goes on as it was.
+            if new or reason:
+                self.news.append(News(job, new, text, scores, reason))
+            job.writer, job.finish_reason = writer, reason
             job.token_ids += new
             job.logprobs += scores
             length = min(int(report.lengths[row]), job.num_tokens)
             pinned += scheduler.advance(job, length, report.full_pages[row].tolist())
             if reason:
-                job.finish_reason = reason
                 released += scheduler.remove(job)
-            if new or reason:
-                self._news.append(News(job, new, text, scores))
             metrics.new_tokens += len(new)
             metrics.finished += reason is not None
         if pinned or released:

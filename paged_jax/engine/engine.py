@@ -5,13 +5,13 @@ import dataclasses
 import itertools
 import random
 import threading
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -24,6 +24,7 @@ from paged_jax.engine.sizes import limits_of
 from paged_jax.engine.snapshot import from_bytes, to_bytes
 from paged_jax.engine.steps import EngineModel
 from paged_jax.engine.text import TextWriter
+from paged_jax.generate import check_model, check_prompt
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.under_jit import check_sizes
 
@@ -49,6 +50,11 @@ class _Request:
     def output(self) -> RequestOutput:
         completions = tuple(job.completion() for job in self.jobs)
         return RequestOutput(self.request_id, self.jobs[0].prompt_ids, completions)
+
+
+def _as_delta(token_ids: list[int], logprobs: list[float] | None, **others: Any) -> Delta:
+    """Of what JSON has made of one."""
+    return Delta(token_ids=tuple(token_ids), logprobs=None if logprobs is None else tuple(logprobs), **others)
 
 
 class Engine:
@@ -78,6 +84,7 @@ class Engine:
         seed: of the seeds of requests that have none.
 
     Raises:
+        TypeError: for a model that lacks something of an `EngineModel`.
         ValueError: for sizes that do not fit together, and for more memory than there is.
     """
 
@@ -99,6 +106,7 @@ class Engine:
         max_stop_tokens: int = 16,
         seed: int = 0,
     ):
+        check_model("Engine", model, EngineModel)
         check_sizes("Engine", max_stop_tokens=max_stop_tokens)
         limits = limits_of(
             model,
@@ -118,15 +126,16 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._num_stops = max_stop_tokens
-        self._seeds = random.Random(seed)
+        self._seed = seed
         self._version = 0  # of the weights
 
-        # Over the next five, for moments. Reentrant: a stream that nobody reads any more is taken back by
+        # Over the next six, for moments. Reentrant: a stream that nobody reads any more is taken back by
         # the garbage collector, in any thread at any time.
         self._queue = threading.RLock()
         self._requests: dict[str, _Request] = {}
+        self._readers: weakref.WeakSet[_Request] = weakref.WeakSet()  # requests with an inbox
         self._aborted: set[_Request] = set()
-        self._incoming: list[Job] = []
+        self._incoming: deque[Job] = deque()
         self._arrivals = 0
         self._undelivered: list[Delta] = []
         self._drive = threading.Lock()  # over all else, during a visit
@@ -136,8 +145,8 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         salt: str = "",
         progress: bool = False,
@@ -152,14 +161,17 @@ class Engine:
         Raises:
             ValueError: for a prompt or parameters that cannot be run; nothing has started then.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"generate: prompts must be several, got one text; use [{prompts[:20]!r}]")
+        prompts = list(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"generate: got {len(prompts)} prompts and {len(each)} SamplingParams")
-        drafts = [self._check(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        requests = [self._enqueue(ids, one, None, salt, deque()) for ids, one in drafts]
+        checked = [self._check(prompt, one, salt) for prompt, one in zip(prompts, each, strict=True)]
+        requests = [self._enqueue(ids, one, None, salt, deque()) for ids, one in checked]
         try:
             with Console(stderr=True).status("") if progress else nullcontext() as status:
                 for request in requests:
@@ -168,7 +180,7 @@ class Engine:
                         if status:
                             status.update(self.metrics.line())
         finally:
-            self._abort([request.request_id for request in requests if not request.finished])
+            self._abort(requests)
         return [request.output() for request in requests]
 
     def submit(
@@ -185,7 +197,7 @@ class Engine:
             ValueError: for a prompt or parameters that cannot be run, and for the id of a request that
                 has not finished; nothing has changed then.
         """
-        ids, params = self._check(prompt, params or SamplingParams())
+        ids, params = self._check(prompt, params or SamplingParams(), salt)
         return self._enqueue(ids, params, request_id, salt, None).request_id
 
     def step(self) -> list[Delta]:
@@ -210,28 +222,30 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> Iterator[Delta]:
         """The deltas of one request, as they come. Leaving the loop early takes the request back."""
-        ids, params = self._check(prompt, params or SamplingParams())
+        ids, params = self._check(prompt, params or SamplingParams(), salt)
         return self._stream(ids, params, salt)
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> AsyncIterator[Delta]:
         """As `stream`, for asyncio: many may be read at the same time, and share their steps."""
-        ids, params = self._check(prompt, params or SamplingParams())
+        ids, params = self._check(prompt, params or SamplingParams(), salt)
         request = self._enqueue(ids, params, None, salt, deque())
         try:
             while not request.finished or request.inbox:
                 for delta in await asyncio.to_thread(self._wait, request):
                     yield delta
         finally:
-            self._abort([request.request_id])
+            self._abort([request])
 
     def abort(self, request_id: str) -> None:
         """Takes a request back, wherever it is; what is not there any more is left alone.
 
         Its pages are free when the current visit ends, and at once when there is none.
         """
-        self._abort([request_id])
+        with self._queue:
+            request = self._requests.get(request_id)
+        self._abort([] if request is None else [request])
 
     def warmup(self, progress: bool = True) -> None:
         """Compiles all that the engine will ever run, with a progress bar on stderr.
@@ -264,11 +278,18 @@ class Engine:
         """Goes on with other weights of the same architecture. Cached pages are forgotten.
 
         Raises:
+            TypeError: for a model that lacks something of an `EngineModel`.
             ValueError: while requests are running or waiting, and for a model of another architecture.
         """
+        check_model("Engine", model, EngineModel)
         with self._turn():
             if self.has_work:
                 raise ValueError("Engine: requests are running with the old weights; let them finish first")
+            if model.max_length < self._core.limits.max_length:
+                raise ValueError(
+                    f"Engine: rows have up to {self._core.limits.max_length} tokens, and the model was made "
+                    f"for {model.max_length}; make another engine"
+                )
             self._core.replace_model(model)
             self._version += 1
             self._model = model
@@ -276,16 +297,19 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """All that it takes to go on later, as arrays: a pytree for orbax or any other checkpointer.
 
-        "device" holds the leaves of the `EngineState`, "host" the queue and the rows' records. The arrays
-        are the engine's own and gone with its next visit: save them before. The weights are not in it.
+        "device" holds the leaves of the `EngineState`, "host" the queue, the rows' records, and the deltas
+        that nobody has read. The arrays are the engine's own and gone with its next visit: save them before.
+        The weights are not in it.
         """
         with self._turn(), self._queue:
             jobs = [job for request in self._requests.values() for job in request.jobs]
+            readers = sorted(self._readers, key=lambda request: request.jobs[0].arrival)
+            unread = [delta for request in readers for delta in request.inbox or ()]
             host = to_bytes(
                 jobs,
                 self._core.scheduler.pinned(),
                 arrivals=self._arrivals,
-                undelivered=[dataclasses.asdict(delta) for delta in self._undelivered],
+                undelivered=[dataclasses.asdict(delta) for delta in (*self._undelivered, *unread)],
             )
             return {"device": self._core.device_state(), "host": host}
 
@@ -309,27 +333,24 @@ class Engine:
             self._core.restore(snapshot["device"], host["pinned"], jobs)
             with self._queue:
                 self._arrivals = host["arrivals"]
-                self._undelivered = [Delta(**delta) for delta in host["undelivered"]]
+                self._undelivered = [_as_delta(**fields) for fields in host["undelivered"]]
                 self._requests = {request_id: _Request(own, None) for request_id, own in requests.items()}
 
     # Requests
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
+    def _check(
+        self, prompt: Prompt, params: SamplingParams, salt: str
+    ) -> tuple[tuple[int, ...], SamplingParams]:
         """Whether it can be run, before anything changes."""
+        if not isinstance(params, SamplingParams) or not isinstance(salt, str):
+            raise ValueError(
+                f"Engine: params must be SamplingParams and salt a text, got {params!r}, {salt=}"
+            )
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("Engine: without a tokenizer a prompt must be token ids, got a text")
-            ids = tuple(self._tokenizer.encode(prompt))
-        else:
-            array = np.asarray(prompt)
-            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-                raise ValueError(f"Engine: a prompt must be a text or token ids, got {prompt!r}")
-            ids = tuple(array.tolist())
-        vocab_size = self._model.vocab_size
-        if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(
-                f"Engine: a prompt must be one or more token ids in [0, {vocab_size}), got {prompt!r}"
-            )
+            prompt = self._tokenizer.encode(prompt)
+        ids = tuple(check_prompt("Engine", "a prompt", prompt, self._model.vocab_size).tolist())
         if self._tokenizer is None and any(isinstance(stop, str) for stop in params.stop):
             raise ValueError(f"Engine: stop texts need a tokenizer, got {params.stop=}")
         if len(stops := self._stop_tokens(params)) > self._num_stops:
@@ -352,13 +373,17 @@ class Engine:
         salt: str,
         inbox: deque[Delta] | None,
     ) -> _Request:
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"Engine: request_id must be a text, got {request_id!r}")
         with self._queue:
             if request_id is None:
                 names = (f"request-{number}" for number in itertools.count(self._arrivals))
                 request_id = next(name for name in names if name not in self._requests)
             if request_id in self._requests:
                 raise ValueError(f"Engine: {request_id=} is running; use another id, or none to get one")
-            seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
+            seed = params.seed
+            if seed is None:
+                seed = random.Random(f"{self._seed} {self._arrivals}").getrandbits(32)
             jobs = [
                 Job(
                     request_id=request_id,
@@ -377,6 +402,8 @@ class Engine:
             self._arrivals += 1
             request = _Request(jobs, inbox)
             self._requests[request_id] = request
+            if inbox is not None:
+                self._readers.add(request)
             self._incoming += jobs
             self._core.metrics.submitted += len(jobs)
             return request
@@ -393,7 +420,7 @@ class Engine:
             while not request.finished or request.inbox:
                 yield from self._wait(request)
         finally:
-            self._abort([request.request_id])
+            self._abort([request])
 
     def _wait(self, request: _Request) -> list[Delta]:
         """Drives the engine until there is news of the request, unless another thread has done so."""
@@ -404,9 +431,12 @@ class Engine:
                     self._visit()
         return [request.inbox.popleft() for _ in range(len(request.inbox))]
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, requests: Sequence[_Request]) -> None:
+        """Those that have finished are left alone, and so is a later one of the same id."""
         with self._queue:
-            self._aborted |= {self._requests[name] for name in request_ids if name in self._requests}
+            self._aborted |= {
+                request for request in requests if self._requests.get(request.request_id) is request
+            }
         self._settle()
 
     def _settle(self) -> None:
@@ -432,15 +462,13 @@ class Engine:
 
     def _visit(self) -> None:
         self._take_back()
-        with self._queue:
-            incoming, self._incoming = self._incoming, []
-        for job in incoming:
-            self._core.scheduler.add(job)
+        for _ in range(len(self._incoming)):
+            self._core.add(self._incoming[0])
+            self._incoming.popleft()
         try:
             self._core.visit()
         finally:
-            for news in self._core.take_news():
-                self._deliver(news)
+            self._deliver()
 
     def _take_back(self) -> None:
         """Ends what was aborted."""
@@ -448,28 +476,34 @@ class Engine:
             aborted, self._aborted = self._aborted, set()
             jobs = [job for request in aborted for job in request.jobs if not job.finish_reason]
             queued = set(self._incoming)
-            self._incoming = [job for job in self._incoming if job not in jobs]
+            self._incoming = deque(job for job in self._incoming if job not in jobs)
+            for job in jobs:
+                job.finish_reason = "abort"
         try:
             self._core.remove(job for job in jobs if job not in queued)
         finally:
             for job in jobs:
-                job.finish_reason = "abort"
                 self._core.metrics.aborted += 1
-                self._deliver(News(job, [], job.writer.finish(), []))
+                self._core.news.append(News(job, [], job.writer.finish()[0], [], "abort"))
+            self._deliver()
 
-    def _deliver(self, news: News) -> None:
-        job = news.job
-        delta = Delta(
-            job.request_id,
-            job.index,
-            tuple(news.token_ids),
-            news.text if job.writer.has_text else None,
-            tuple(news.logprobs) if job.params.logprobs else None,
-            job.finish_reason,
-        )
-        with self._queue:
-            request = self._requests[job.request_id]
-            (self._undelivered if request.inbox is None else request.inbox).append(delta)
-            request.unfinished -= job.finish_reason is not None  # and not before: now nothing is to come
-            if request.finished:
-                del self._requests[job.request_id]
+    def _deliver(self) -> None:
+        """Passes on all news, each once."""
+        news = self._core.news
+        while news:
+            job, token_ids, text, logprobs, finish_reason = news[0]
+            delta = Delta(
+                job.request_id,
+                job.index,
+                tuple(token_ids),
+                text if job.writer.has_text else None,
+                tuple(logprobs) if job.params.logprobs else None,
+                finish_reason,
+            )
+            with self._queue:
+                request = self._requests[job.request_id]
+                news.popleft()
+                (self._undelivered if request.inbox is None else request.inbox).append(delta)
+                request.unfinished -= finish_reason is not None  # and not before: now nothing is to come
+                if request.finished:
+                    del self._requests[job.request_id]

@@ -62,22 +62,30 @@ class ModelRunner:
         self._window = model.sliding_window
         self._graph, self._parameters = nnx.split(model)
 
-    def _facts_of(self, model: EngineModel) -> tuple[Any, ...]:
-        """What the host and the state rely on."""
-        pages = jax.eval_shape(lambda: model.create_pages(1, self._sizes[1], self._dtype))
-        kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pages)]
-        return model.vocab_size, model.sliding_window, kinds
+    def _facts_of(self, model: EngineModel) -> dict[str, Any]:
+        """What the host, the state and the compiled programs rely on."""
+
+        def kinds(tree: Any) -> list[tuple[Any, ...]]:
+            return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+        return {
+            "vocabulary": model.vocab_size,
+            "sliding window": model.sliding_window,
+            "pages": kinds(jax.eval_shape(lambda: model.create_pages(1, self._sizes[1], self._dtype))),
+            "parameters": kinds(nnx.state(model)),
+        }
 
     def replace_model(self, model: EngineModel) -> None:
         """Other weights from now on.
 
         Raises:
-            ValueError: if its vocabulary, window or pages are not those of the model so far.
+            ValueError: if its vocabulary, window, pages or parameters are not those of the model so far.
         """
-        if (facts := self._facts_of(model)) != self._facts:
+        facts = self._facts_of(model)
+        if others := [name for name, fact in facts.items() if fact != self._facts[name]]:
             raise ValueError(
-                "Engine: other weights must belong to the same architecture: vocabulary, sliding window and "
-                f"pages were {self._facts}, got {facts}; make another engine"
+                "Engine: other weights must belong to the same architecture, and these have another kind of "
+                f"{', '.join(others)}; make another engine"
             )
         self._set_model(model)
 

@@ -252,7 +252,7 @@ class PrefixIndex:
 def _digest(before: _Prefix | str, tokens: tuple[int, ...]) -> bytes:
     """256 bits. Every part has its own width or its own hash: no two chains are one string of bytes."""
     if isinstance(before, str):
-        start = blake2b(before.encode(), digest_size=32, person=b"namespace").digest()
+        start = blake2b(before.encode("utf-8", "surrogatepass"), digest_size=32, person=b"namespace").digest()
     else:
         start = before.digest
     return blake2b(start + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=32, person=b"page").digest()

@@ -1,14 +1,16 @@
 """What callers ask for and what they get back. No jax: plain Python values."""
 
 import math
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from paged_jax.engine.prefix_index import Chain
 from paged_jax.engine.text import TextWriter
 
-_FLOAT32_MAX = 2.0**128 - 2.0**104
+_FLOAT32_MAX, _FLOAT32_TINY = 2.0**128 - 2.0**104, 2.0**-126
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -49,47 +51,66 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for stop in stops:
-            if isinstance(stop, int) or not stop or not (isinstance(stop, str) or _are_token_ids(stop)):
-                raise ValueError(
-                    "SamplingParams: stop must hold texts or sequences of token ids, none of them empty, "
-                    f"got {self.stop!r}"
-                )
-        if isinstance(self.stop_token_ids, int) or not _are_token_ids(self.stop_token_ids):
+        self._keep("stop", self._stops())
+        if (stop_token_ids := _token_ids(self.stop_token_ids)) is None:
             raise ValueError(
                 f"SamplingParams: stop_token_ids must be a sequence of token ids, got {self.stop_token_ids!r}"
             )
-        stops = tuple(stop if isinstance(stop, str) else tuple(stop) for stop in stops)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._keep("stop_token_ids", stop_token_ids)
         whole = {"max_tokens": (1, 2**31), "top_k": (0, 2**31), "n": (1, 2**16)}
         if self.seed is not None:
             whole["seed"] = (0, 2**32)
         for name, (low, high) in whole.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
+            if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) < high:
                 raise ValueError(
                     f"SamplingParams: {name} must be a whole number in [{low}, {high}), got {value!r}"
                 )
-        numbers = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "repetition_penalty": (self.repetition_penalty > 0, "greater than 0"),
-            "presence_penalty": (True, "finite"),
-            "frequency_penalty": (True, "finite"),
+            self._keep(name, int(value))
+        numbers: dict[str, tuple[Callable[[float], bool], str]] = {
+            "temperature": (lambda x: x >= 0, "at least 0"),
+            "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+            "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+            "repetition_penalty": (lambda x: x >= _FLOAT32_TINY, "greater than 0"),
+            "presence_penalty": (math.isfinite, "finite"),
+            "frequency_penalty": (math.isfinite, "finite"),
         }
         for name, (in_range, wanted) in numbers.items():
             value = getattr(self, name)
-            if not in_range or not math.isfinite(value):
+            number = float(value) if isinstance(value, Real) else math.nan
+            if not math.isfinite(number) or not in_range(number):
                 raise ValueError(f"SamplingParams: {name} must be {wanted}, got {value!r}")
-            if abs(value) > _FLOAT32_MAX:
+            if abs(number) > _FLOAT32_MAX:
                 raise ValueError(f"SamplingParams: {name} must fit a float32, got {value!r}")
+            self._keep(name, number)
+
+    def _keep(self, name: str, value: object) -> None:
+        """Plain Python values in place of what was given, such as numpy's numbers or an iterator."""
+        object.__setattr__(self, name, value)
+
+    def _stops(self) -> tuple[str | tuple[int, ...], ...]:
+        given = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
+        stops = [stop if isinstance(stop, str) else _token_ids(stop) for stop in given or ()]
+        if given is None or not all(stops):
+            raise ValueError(
+                "SamplingParams: stop must hold texts or sequences of token ids, none of them empty, "
+                f"got {self.stop!r}"
+            )
+        return tuple(stop for stop in stops if stop)
 
 
-def _are_token_ids(tokens: Seq[object]) -> bool:
-    return all(isinstance(token, int) and 0 <= token < 2**31 for token in tokens)
+def _as_tuple(values: object) -> tuple[object, ...] | None:
+    """None for what is no collection of values, such as a number or bytes."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else None
+
+
+def _token_ids(values: object) -> tuple[int, ...] | None:
+    """None for what is no sequence of token ids."""
+    tokens = _as_tuple(values)
+    if tokens is None:
+        return None
+    ids = tuple(int(token) if isinstance(token, Integral) else -1 for token in tokens)
+    return ids if all(0 <= token < 2**31 for token in ids) else None
 
 
 @dataclass(frozen=True)
@@ -173,6 +194,12 @@ class Sequence:
     def wanted(self) -> int:
         """Known tokens that are not yet in pages: one for a row that decodes."""
         return self.num_tokens - self.length
+
+    def leave_row(self) -> None:
+        """What is in pages is given up; what is known stays."""
+        self.row = self.chain = None
+        self.length = self.first_kept = 0
+        self.shares_tail = False
 
     def completion(self) -> Completion:
         return Completion(

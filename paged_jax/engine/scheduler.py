@@ -96,6 +96,7 @@ class Scheduler:
     def __init__(self, limits: Limits, index: PrefixIndex | None):
         self.limits = limits
         self.index = index
+        self._sequences: set[Sequence] = set()  # all that have not ended
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
 
@@ -104,10 +105,15 @@ class Scheduler:
         return [] if self.index is None else self.index.page_ids()
 
     def forget(self) -> None:
-        """All pages are gone: those that ran start again from what is known."""
-        for sequence in list(self.running.values()):
-            self.remove(sequence)
-            self.add(sequence)
+        """All pages are gone: those that have not ended start again from what is known.
+
+        It may come after an error in the middle of any other method.
+        """
+        self.running = {}
+        for sequence in self._sequences:
+            sequence.leave_row()
+        self._sequences = {sequence for sequence in self._sequences if sequence.finish_reason is None}
+        self.waiting = sorted(self._sequences, key=_age)
         if self.index is not None:
             self.index = PrefixIndex(self.limits.page_size)
 
@@ -136,21 +142,35 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=_age)
+        """Into the queue, or the row where it is already; once, however often it is added."""
+        if sequence in self._sequences:
+            return
+        self._sequences.add(sequence)
+        if sequence.row is None:
+            bisect.insort(self.waiting, sequence, key=_age)
+        else:
+            self.running[sequence.row] = sequence
 
     def remove(self, sequence: Sequence) -> list[int]:
         """Takes it out of the queue or its row, and returns the row; known pages stay in the prefix index."""
+        self._sequences.discard(sequence)
+        return self._take_out(sequence)
+
+    def put_back(self, sequence: Sequence) -> list[int]:
+        """Out of its row, which is returned, into the queue."""
+        row = self._take_out(sequence)
+        bisect.insort(self.waiting, sequence, key=_age)
+        return row
+
+    def _take_out(self, sequence: Sequence) -> list[int]:
         if sequence.row is None:
             self.waiting.remove(sequence)
             return []
         row = sequence.row
         del self.running[row]
-        sequence.row = None
-        sequence.length = sequence.first_kept = 0
-        sequence.shares_tail = False
         if self.index is not None and sequence.chain is not None:
             self.index.close(sequence.chain)
-        sequence.chain = None
+        sequence.leave_row()
         return [row]
 
     def advance(self, sequence: Sequence, length: int, full_pages: PageIds) -> list[int]:

@@ -46,13 +46,8 @@ def limits_of(
         page_size=page_size,
         steps_per_visit=steps_per_visit,
     )
-    small = power_of_two(2 * max_rows)
-    if isinstance(step_tokens, int):
-        step_tokens = (small, step_tokens) if 4 * small <= step_tokens else (step_tokens,)
-    sizes = tuple(sorted(step_tokens))
-    for size in sizes or (0,):
-        check_sizes("Engine", step_tokens=size)
-    if not isinstance(draft_tokens, int) or draft_tokens < 0:
+    sizes = _step_sizes(step_tokens, max_rows)
+    if not isinstance(draft_tokens, int) or isinstance(draft_tokens, bool) or draft_tokens < 0:
         raise ValueError(f"Engine: draft_tokens must be a whole number of at least 0, got {draft_tokens!r}")
     if max_length > model.max_length:
         raise ValueError(
@@ -75,11 +70,25 @@ def limits_of(
         num_pages=num_pages,
         page_size=page_size,
         max_length=max_length,
-        sizes=sizes,
-        steps_per_visit=steps_per_visit,
+        # Larger ones would never be filled, and they are sizes of arrays.
+        sizes=tuple(sorted({min(size, max_rows * max_length) for size in sizes})),
+        steps_per_visit=min(steps_per_visit, max_length),
         draft_tokens=draft_tokens,
         window=model.sliding_window,
     )
+
+
+def _step_sizes(step_tokens: int | Sequence[int], max_rows: int) -> tuple[int, ...]:
+    """In ascending order; one number gets a small one beside it where it is much larger than the rows."""
+    if isinstance(step_tokens, Sequence):
+        sizes = tuple(step_tokens)
+    else:
+        check_sizes("Engine", step_tokens=step_tokens)
+        small = power_of_two(2 * max_rows)
+        sizes = (small, step_tokens) if 4 * small <= step_tokens else (step_tokens,)
+    for size in sizes or (0,):
+        check_sizes("Engine", step_tokens=size)
+    return tuple(sorted(sizes))
 
 
 def _bytes_per_page(model: EngineModel, page_size: int, dtype: DTypeLike | None) -> int:

@@ -1,5 +1,6 @@
 """The text of one completion while it is written, and where a stop ends it."""
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,6 +27,12 @@ class TextWriter:
         self._starts: list[int] = []  # and where the text of each begins
         self._text = ""
         self._given = 0
+
+    def copy(self) -> "TextWriter":
+        """One that goes on from here and leaves this one as it is."""
+        writer = copy.copy(self)
+        writer._stream = copy.copy(self._stream)
+        return writer
 
     @property
     def has_text(self) -> bool:
@@ -54,26 +61,30 @@ class TextWriter:
                 for stop in self._sequences
                 if tuple(self._tokens[-len(stop) :]) == stop
             ]
-            for stop in self._texts:
-                found = self._text.find(stop, max(0, searched - len(stop) + 1))
-                ends += [found] if found >= 0 else []
-            if ends:
+            if ends := ends + self._find_texts(searched):
                 self._text = self._text[: min(ends)]
                 return index + 1, self._give(len(self._text)), True
         return len(token_ids), self._give(self._certain()), False
 
-    def finish(self, end_token: int | None = None) -> str:
-        """The rest of the text, when no stop has ended it.
+    def finish(self, end_token: int | None = None) -> tuple[str, bool]:
+        """The rest of the text, when no stop has ended it, and whether one has come with it.
 
         Args:
             end_token: has just ended it by itself. It is no part of the text, but may complete a sequence.
         """
+        searched = len(self._text)
         if self._stream is not None:
             self._text += self._stream.flush()
         tokens = (*self._tokens, end_token)
         starts = (*self._starts, len(self._text))
         ends = [starts[-len(stop)] for stop in self._sequences if tokens[-len(stop) :] == stop]
-        return self._give(min(ends, default=len(self._text)))
+        ends += self._find_texts(searched)
+        return self._give(min(ends, default=len(self._text))), bool(ends)
+
+    def _find_texts(self, searched: int) -> list[int]:
+        """Where stops begin that end behind the first `searched` characters."""
+        found = [self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._texts]
+        return [begin for begin in found if begin >= 0]
 
     def _certain(self) -> int:
         end = len(self._text)

@@ -44,7 +44,7 @@ class TokenStream:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is still short of bytes."""
-        self._ids.append(int(token_id))
+        self._ids = [*self._ids, int(token_id)]  # a copy of the stream keeps its own
         text = self._decode(self._ids)
         return "" if text.endswith(_REPLACEMENT) else self._emit(text)
 
