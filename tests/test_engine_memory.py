@@ -1,6 +1,11 @@
 """What an engine does with memory, and how it goes on after an error in the middle of a visit."""
 
 import gc
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +17,7 @@ from flax import nnx
 from tiny import greedy, random_prompts, tiny_llama
 
 from paged_jax.capacity import physical_memory
-from paged_jax.engine import SamplingParams
+from paged_jax.engine import SamplingParams, prefix_index, scheduler
 from paged_jax.engine.model_runner import ModelRunner
 from paged_jax.engine.steps import EngineState, Form, create_rows, run
 
@@ -76,6 +81,25 @@ class Failing:
         monkeypatch.setattr(ModelRunner, method, call)
 
 
+@contextmanager
+def interrupted_at(number: int, *modules) -> Iterator[list[str]]:
+    """Raises KeyboardInterrupt once, before the so manieth line that is run in these modules."""
+    files, lines, interrupts = {module.__file__ for module in modules}, itertools.count(1), []
+
+    def trace(frame, event, _):
+        if event == "line" and next(lines) == number:
+            interrupts.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: trace if frame.f_code.co_filename in files else None)
+    try:
+        yield interrupts
+    finally:
+        sys.settrace(before)
+
+
 class TestErrors:
     """B73: whatever was submitted ends as if nothing had been, and no token is lost or comes twice."""
 
@@ -114,6 +138,27 @@ class TestErrors:
             [delta.finish_reason for delta in each if delta.finish_reason] == ["length"]
             for each in deltas.values()
         )
+
+    def test_b73_at_any_line_of_the_policy(self):
+        """Ctrl-C while the host decides: at 60 of the lines that the scheduler and the prefix index run."""
+        engine, rng = make_engine(), random.Random(73)
+        expected = {str(n): greedy(tiny_llama(), prompt, NEW) for n, prompt in enumerate(PROMPTS)}
+        for _ in range(60):
+            for number, prompt in enumerate(PROMPTS):
+                engine.submit(prompt, params(), request_id=str(number))
+            deltas: dict = {}
+            with interrupted_at(rng.randrange(1, 4000), scheduler, prefix_index) as interrupts:
+                while engine.has_work:
+                    try:
+                        news = engine.step()
+                    except KeyboardInterrupt:
+                        continue
+                    for delta in news:
+                        deltas.setdefault(delta.request_id, []).append(delta)
+            assert len(interrupts) <= 1
+            check_at_rest(engine)
+            assert {name: joined(each) for name, each in deltas.items()} == expected, interrupts
+            assert all(each[-1].finish_reason == "length" for each in deltas.values())
 
     def test_b73_generate_takes_its_own_back_and_leaves_others(self, monkeypatch):
         engine = make_engine()
@@ -200,9 +245,10 @@ class TestSizes:
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
     def test_b75_what_cannot_be_had_is_refused_before_it_is_tried(self, wrong, message):
+        model = tiny_llama()
         before = live_bytes()
         with pytest.raises(ValueError, match=message):
-            make_engine(**{"num_pages": None, **wrong})
+            make_engine(model, **{"num_pages": None, **wrong})
         assert live_bytes() == before
 
     def test_b75_by_default_every_row_fits(self):
