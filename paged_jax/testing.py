@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int, Int32
 
 from paged_jax.page_table import NO_PAGE, PageTable
 
@@ -85,14 +85,15 @@ def paged_inputs(
 def poison(inputs: PagedInputs, value: float = np.nan, sliding_window: int | None = None) -> PagedInputs:
     """The same inputs with `value` in every slot without a live token.
 
-    Pages wholly before the window of their row's first new token count as such.
+    Pages wholly before the window of their row's first new token count as such. Pages of integers, which
+    have no NaN, get their largest instead.
 
     Examples:
         >>> int(jnp.isnan(poison(paged_inputs(lengths=[5, 2])).v_pages[:, 0, :, 0]).sum())  # 6 * 4 - 7
         17
     """
-    live = (_slot_positions(inputs, sliding_window) >= 0)[:, None, :, None]
-    k_pages, v_pages = (jnp.asarray(np.where(live, p, np.asarray(value, p.dtype))) for p in inputs[1:3])
+    live = _slot_positions(inputs, sliding_window) >= 0
+    k_pages, v_pages = (_where_dead(live, value, pages) for pages in inputs[1:3])
     return inputs._replace(k_pages=k_pages, v_pages=v_pages)
 
 
@@ -143,13 +144,20 @@ def check_own(attention: Attention, inputs: PagedInputs, **options: Any) -> None
 def check_poison(attention: Attention, inputs: PagedInputs, **options: Any) -> None:
     """NaN in the slots without a live token changes no bit of the result, log-sum-exp included if asked for.
 
+    In their scales as well, where options give some.
+
     Examples:
         >>> from paged_jax import paged_attention
         >>> check_poison(paged_attention, paged_inputs([17, 3]), return_lse=True)
     """
     window = options.get("sliding_window")
-    zero, nan = (attention(*poison(inputs, value, window), **options) for value in (0.0, np.nan))
-    for expected, got in zip(jax.tree.leaves(zero), jax.tree.leaves(nan), strict=True):
+    live = _slot_positions(inputs, window) >= 0
+
+    def attend(value: float) -> list[Array]:
+        scales = {name: _where_dead(live, value, array) for name, array in _scales(options).items()}
+        return jax.tree.leaves(attention(*poison(inputs, value, window), **{**options, **scales}))
+
+    for expected, got in zip(attend(0.0), attend(np.nan), strict=True):
         _check_equal("NaN in slots that hold no live token", got, expected)
 
 
@@ -168,18 +176,31 @@ def check_twin(
         >>> from paged_jax import paged_attention
         >>> check_twin(paged_attention, paged_inputs([17, 3]))
     """
-    output = attention(*inputs, **options)
-    rtol = max(1e-5, 2 * float(jnp.finfo(output.dtype).eps)) if rtol is None else rtol
+
+    def attend(inputs: PagedInputs, options: dict[str, Any]) -> list[Array]:
+        return jax.tree.leaves(attention(*inputs, **options))
+
+    def check(what: str, got: list[Array], expected: list[Any], rtol: float) -> None:
+        _check_equal(what, got[0], expected[0], rtol)
+        for lse in zip(got[1:], expected[1:], strict=True):
+            _check_equal(f"{what}, log-sum-exp", *lse, rtol, atol=rtol)
+
+    whole = attend(inputs, options)
+    rtol = max(1e-5, 2 * float(jnp.finfo(whole[0].dtype).eps)) if rtol is None else rtol
     num_pages = inputs.k_pages.shape[0]
     new_ids = np.random.default_rng(0).permutation(num_pages)
-    _check_equal("other page ids", attention(*_renumbered(inputs, new_ids, num_pages, 0), **options), output)
-    roomy = _renumbered(inputs, 2 * new_ids, 2 * num_pages, 3)
-    _check_equal("a larger pool and a wider table", attention(*roomy, **options), output, rtol)
-    q, output, tables = np.asarray(inputs.q), np.asarray(output), np.asarray(inputs.block_tables)
+    check("other page ids", attend(*_renumbered(inputs, options, new_ids, num_pages, 0)), whole, 0.0)
+    roomy = _renumbered(inputs, options, 2 * new_ids, 2 * num_pages, 3)
+    check("a larger pool and a wider table", attend(*roomy), whole, rtol)
+    q, tables = np.asarray(inputs.q), np.asarray(inputs.block_tables)
+    results = [np.asarray(array) for array in whole]
     for token, row, position in zip(*_tokens(inputs), strict=True):
         table, length = jnp.asarray(tables[row][None]), jnp.asarray([max(0, position + 1)], jnp.int32)
-        alone = attention(jnp.asarray(q[token][None]), *inputs[1:3], table, length, None, **options)
-        _check_equal(f"token {token} alone", alone, output[token][None], rtol)
+        alone = inputs._replace(
+            q=jnp.asarray(q[token][None]), block_tables=table, lengths=length, query_starts=None
+        )
+        expected = [array[token][None] for array in results]
+        check(f"token {token} alone", attend(alone, options), expected, rtol)
 
 
 def check_page_table(table: PageTable, pins: ArrayLike | None = None) -> None:
@@ -254,40 +275,72 @@ def _uniform(inputs: PagedInputs, values: np.ndarray) -> PagedInputs:
     return inputs._replace(q=jnp.asarray(q), k_pages=k_pages, v_pages=v_pages)
 
 
-def _renumbered(inputs: PagedInputs, new_ids: np.ndarray, num_pages: int, added_width: int) -> PagedInputs:
+def _scales(options: dict[str, Any]) -> dict[str, ArrayLike]:
+    """Those of quantised pages, [num_pages, kv_heads, page_size], if there are any."""
+    return {name: options[name] for name in ("k_scales", "v_scales") if options.get(name) is not None}
+
+
+def _where_dead(live: Bool[np.ndarray, "pages page_size"], value: float, pool: ArrayLike) -> Array:
+    """The pool, pages or scales, with `value` in the slots that are not live."""
+    pool = np.asarray(pool)
+    if np.isnan(value) and np.issubdtype(pool.dtype, np.integer):
+        value = np.iinfo(pool.dtype).max
+    live = live.reshape(live.shape[0], 1, live.shape[1], *[1] * (pool.ndim - 3))
+    return jnp.asarray(np.where(live, pool, np.asarray(value, pool.dtype)))
+
+
+def _renumbered(
+    inputs: PagedInputs, options: dict[str, Any], new_ids: np.ndarray, num_pages: int, added_width: int
+) -> tuple[PagedInputs, dict[str, Any]]:
     """Page p at new_ids[p] of a pool of `num_pages`, NaN elsewhere; table entries that name no page stay."""
     tables = np.pad(np.asarray(inputs.block_tables), ((0, 0), (0, added_width)), constant_values=NO_PAGE)
     valid = (tables >= 0) & (tables < len(new_ids))
     tables[valid] = new_ids[tables[valid]]
-    pools = np.full((2, num_pages, *inputs.k_pages.shape[1:]), np.nan, inputs.k_pages.dtype)
-    pools[:, new_ids] = inputs[1:3]
-    k_pages, v_pages = map(jnp.asarray, pools)
-    return inputs._replace(k_pages=k_pages, v_pages=v_pages, block_tables=jnp.asarray(tables))
+
+    def moved(pool: ArrayLike) -> Array:
+        pool = np.asarray(pool)
+        nothing = np.zeros((num_pages, pool.shape[2]), bool)
+        new = np.array(_where_dead(nothing, np.nan, np.zeros((num_pages, *pool.shape[1:]), pool.dtype)))
+        new[new_ids] = pool
+        return jnp.asarray(new)
+
+    scales = {name: moved(array) for name, array in _scales(options).items()}
+    k_pages, v_pages = (moved(pages) for pages in inputs[1:3])
+    inputs = inputs._replace(k_pages=k_pages, v_pages=v_pages, block_tables=jnp.asarray(tables))
+    return inputs, {**options, **scales}
 
 
 def _check_uniform(what: str, attention: Attention, inputs: PagedInputs, options: dict[str, Any]) -> None:
     """With keys of 0 every token must give the plain mean of the values that it sees."""
     window = options.get("sliding_window")
     v_pages, tables = np.asarray(inputs.v_pages, np.float64), np.asarray(inputs.block_tables)
+    if "v_scales" in (scales := _scales(options)):
+        v_pages = v_pages * np.asarray(scales["v_scales"], np.float64)[..., None]
+    sinks = options.get("sinks")
+    added = 0.0 if sinks is None else np.exp(np.asarray(sinks, np.float64))[:, None]  # beside ones
     page_size, group = v_pages.shape[2], inputs.q.shape[1] // v_pages.shape[1]
     expected = np.zeros(inputs.q.shape)
     for token, row, position in zip(*_tokens(inputs), strict=True):
         seen = np.arange(0 if window is None else max(0, position + 1 - window), position + 1)
         if seen.size:
             values = v_pages[tables[row, seen // page_size], :, seen % page_size]
-            expected[token] = np.repeat(values.mean(axis=0), group, axis=0)
-    output = attention(*inputs, **options)
+            expected[token] = np.repeat(values.sum(axis=0), group, axis=0) / (seen.size + added)
+    output = jax.tree.leaves(attention(*inputs, **options))[0]
     # One rounding to the dtype of the result, and sums in float32.
     _check_equal(what, output, expected, float(jnp.finfo(output.dtype).eps) / 2 + 1e-6)
 
 
-def _check_equal(what: str, got: ArrayLike, expected: ArrayLike, rtol: float = 0.0) -> None:
-    """Equal per token to `rtol` of the token's largest number; with 0 equal in every bit."""
+def _check_equal(
+    what: str, got: ArrayLike, expected: ArrayLike, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Equal per token to `rtol` of the token's largest number, and `atol`; with 0 equal in every bit."""
     got, expected = np.asarray(got), np.asarray(expected)
     if got.shape != expected.shape:
         raise AssertionError(f"{what}: expected shape {expected.shape}, got {got.shape}")
     for token, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if a.tobytes() == b.tobytes():
+            continue
         difference = np.abs(np.float64(a) - np.float64(b))
-        limit = rtol * np.max(np.abs(np.float64(b)))
-        if a.tobytes() != b.tobytes() and (rtol == 0 or not np.all(difference <= limit)):
+        limit = rtol * np.max(np.abs(np.float64(b))) + atol
+        if rtol == 0 or not np.all(difference <= limit):
             raise AssertionError(f"{what}: token {token} gives\n{a}\nexpected\n{b}")

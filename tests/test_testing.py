@@ -94,6 +94,64 @@ def test_a_probe_accepts_paged_attention(probe):
     probe(attention, MIXTURE, sliding_window=5)
 
 
+def with_options(inputs: PagedInputs, page_dtype: str | None) -> tuple[PagedInputs, dict]:
+    """All that a call may have: scales, in quantised pages or not, with NaN in every slot without a token."""
+    live = ~np.isnan(inputs.k_pages[:, :, :, 0])
+    scales = np.where(live, np.random.default_rng(1).uniform(0.1, 2.0, live.shape), np.nan).astype(np.float32)
+    pages = inputs[1:3]
+    if page_dtype is not None:
+        pages = [jnp.asarray(np.where(live[..., None], 40 * pool, 127), page_dtype) for pool in pages]
+    options = {"k_scales": jnp.asarray(scales), "v_scales": jnp.asarray(1 / scales)}
+    options |= {"sinks": jnp.linspace(-1.0, 2.0, inputs.q.shape[1]), "logits_soft_cap": 3.0}
+    return inputs._replace(k_pages=pages[0], v_pages=pages[1]), options
+
+
+@pytest.mark.parametrize(
+    ("page_dtype", "return_lse"), [(None, True), ("int8", True), ("float8_e4m3fn", False)]
+)
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_accepts_every_option(probe, page_dtype, return_lse):
+    inputs, options = with_options(MIXTURE, page_dtype)
+    probe(attention, inputs, sliding_window=5, return_lse=return_lse, **options)
+
+
+def without(name):
+    return lambda *arrays, **options: attention(*arrays, **{**options, name: None})
+
+
+def scales_by_place(*arrays, k_scales, **options):
+    """As if a page's scale depended on where the page lies."""
+    return attention(
+        *arrays, k_scales=k_scales * jnp.arange(1.0, len(k_scales) + 1)[:, None, None], **options
+    )
+
+
+def dead_scales(*arrays, v_scales, **options):
+    return attention(*arrays, v_scales=v_scales, **options) + 0 * v_scales.sum()
+
+
+def lse_of_the_batch(*arrays, **options):
+    output, lse = attention(*arrays, **options)
+    return output, lse + len(output) / 100
+
+
+@pytest.mark.parametrize(
+    ("probe", "faulty", "options"),
+    [
+        (check_mean_position, without("sinks"), {}),
+        (check_own, without("sinks"), {}),
+        (check_twin, scales_by_place, {}),
+        (check_poison, dead_scales, {}),
+        (check_twin, lse_of_the_batch, {"return_lse": True}),
+    ],
+    ids=["sinks, mean", "sinks, own", "scales by page id", "scales of dead slots", "log-sum-exp"],
+)
+def test_a_probe_catches_faults_of_options(probe, faulty, options):
+    inputs, others = with_options(MIXTURE, "int8")
+    with pytest.raises(AssertionError, match=r"token \d+|NaN"):
+        probe(faulty, inputs, **others, **options)
+
+
 @pytest.mark.parametrize("inputs", [MIXTURE, DECODE], ids=["mixture", "decode"])
 @pytest.mark.parametrize(("probe", "faulty"), FAULTS.values(), ids=FAULTS)
 def test_a_probe_catches_its_fault(probe, faulty, inputs: PagedInputs):
