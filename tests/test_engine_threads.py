@@ -11,8 +11,7 @@ from engines import check_at_rest, check_engine, finish, joined, make_engine
 from engines import quick_compilation as quick_compilation
 from tiny import greedy, random_prompts, tiny_llama
 
-import paged_jax.engine.engine as engine_module
-from paged_jax.engine import Delta, SamplingParams
+from paged_jax.engine import Delta, SamplingParams, registry
 
 NEW = 20
 PROMPTS = random_prompts(9, 33, 20, 5, 14, 27, 2, 18, seed=40)
@@ -79,15 +78,15 @@ class TestStream:
         cycle.append(cycle)
         del stream, cycle
         engine.submit(PROMPTS[1], params(), request_id="other")
-        deliver = engine._deliver
+        deliver = engine._requests.deliver
 
-        def deliver_and_collect():
+        def deliver_and_collect(news):
             gc.collect()
-            with engine._queue:
+            with engine._requests.lock:
                 gc.collect()
-            deliver()
+            deliver(news)
 
-        engine._deliver = deliver_and_collect
+        engine._requests.deliver = deliver_and_collect
         assert joined(finish(engine)["other", 0]) == continued(PROMPTS[1])
         assert engine.metrics.aborted == 1
 
@@ -267,7 +266,7 @@ class TestThreads:
                 reader.join(timeout=0.1)  # it waits for its turn, or has wrongly ended
             return delta
 
-        monkeypatch.setattr(engine_module, "Delta", make_delta)
+        monkeypatch.setattr(registry, "Delta", make_delta)
         while engine.has_work:
             engine.step()
         reader.join(timeout=60)

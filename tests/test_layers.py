@@ -34,7 +34,7 @@ ORDER = """
     capacity migrate
     engine.drafts engine.metrics engine.prefix_index engine.text
     engine.request engine.steps
-    engine.scheduler engine.snapshot
+    engine.registry engine.scheduler engine.snapshot
     engine.model_runner engine.sizes
     engine.core
     engine.engine
@@ -81,6 +81,7 @@ USERS = {
 }
 WITHOUT_JAX = (
     "engine.prefix_index",
+    "engine.registry",
     "engine.request",
     "engine.scheduler",
     "engine.text",

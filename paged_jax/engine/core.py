@@ -3,27 +3,17 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.typing import DTypeLike
 
 from paged_jax.engine.metrics import Metrics
 from paged_jax.engine.model_runner import ModelRunner
 from paged_jax.engine.prefix_index import PrefixIndex
-from paged_jax.engine.request import FinishReason
+from paged_jax.engine.request import FinishReason, News
 from paged_jax.engine.request import Sequence as Job
 from paged_jax.engine.scheduler import Limits, Scheduler
 from paged_jax.engine.steps import EngineModel, Form, Report
-
-
-class News(NamedTuple):
-    """What a visit has brought for one sequence."""
-
-    job: Job
-    token_ids: list[int]
-    text: str
-    logprobs: list[float]
-    finish_reason: FinishReason | None
 
 
 class EngineCore:

@@ -1,24 +1,21 @@
 """`Engine`: requests go in, text comes out, one pool of pages serves them all."""
 
 import asyncio
-import dataclasses
-import itertools
 import random
 import threading
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from paged_jax.engine.core import EngineCore, News
+from paged_jax.engine.core import EngineCore
 from paged_jax.engine.metrics import Metrics
-from paged_jax.engine.request import Delta, RequestOutput, SamplingParams
+from paged_jax.engine.registry import Registry, Request
+from paged_jax.engine.request import Delta, News, RequestOutput, SamplingParams
 from paged_jax.engine.request import Sequence as Job
 from paged_jax.engine.sizes import limits_of
 from paged_jax.engine.snapshot import from_bytes, to_bytes
@@ -29,32 +26,6 @@ from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.under_jit import check_sizes
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(eq=False)
-class _Request:
-    jobs: list[Job]
-    inbox: deque[Delta] | None  # None: `step` returns its deltas
-
-    def __post_init__(self) -> None:
-        self.unfinished = sum(job.finish_reason is None for job in self.jobs)  # in what has been delivered
-
-    @property
-    def request_id(self) -> str:
-        return self.jobs[0].request_id
-
-    @property
-    def finished(self) -> bool:
-        return self.unfinished == 0
-
-    def output(self) -> RequestOutput:
-        completions = tuple(job.completion() for job in self.jobs)
-        return RequestOutput(self.request_id, self.jobs[0].prompt_ids, completions)
-
-
-def _as_delta(token_ids: list[int], logprobs: list[float] | None, **others: Any) -> Delta:
-    """Of what JSON has made of one."""
-    return Delta(token_ids=tuple(token_ids), logprobs=None if logprobs is None else tuple(logprobs), **others)
 
 
 class Engine:
@@ -129,15 +100,7 @@ class Engine:
         self._seed = seed
         self._version = 0  # of the weights
 
-        # Over the next six, for moments. Reentrant: a stream that nobody reads any more is taken back by
-        # the garbage collector, in any thread at any time.
-        self._queue = threading.RLock()
-        self._requests: dict[str, _Request] = {}
-        self._readers: weakref.WeakSet[_Request] = weakref.WeakSet()  # requests with an inbox
-        self._aborted: set[_Request] = set()
-        self._incoming: deque[Job] = deque()
-        self._arrivals = 0
-        self._undelivered: list[Delta] = []
+        self._requests = Registry()
         self._drive = threading.Lock()  # over all else, during a visit
         self._next = threading.Lock()  # of the thread that drives next
 
@@ -208,15 +171,12 @@ class Engine:
         """
         with self._turn():
             self._visit()
-            with self._queue:
-                deltas, self._undelivered = self._undelivered, []
-            return deltas
+            return self._requests.take_undelivered()
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not finished, or has news that `step` has not returned."""
-        with self._queue:
-            return bool(self._requests or self._undelivered)
+        return bool(self._requests)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
@@ -243,8 +203,7 @@ class Engine:
 
         Its pages are free when the current visit ends, and at once when there is none.
         """
-        with self._queue:
-            request = self._requests.get(request_id)
+        request = self._requests.get(request_id)
         self._abort([] if request is None else [request])
 
     def warmup(self, progress: bool = True) -> None:
@@ -301,16 +260,9 @@ class Engine:
         that nobody has read. The arrays are the engine's own and gone with its next visit: save them before.
         The weights are not in it.
         """
-        with self._turn(), self._queue:
-            jobs = [job for request in self._requests.values() for job in request.jobs]
-            readers = sorted(self._readers, key=lambda request: request.jobs[0].arrival)
-            unread = [delta for request in readers for delta in request.inbox or ()]
-            host = to_bytes(
-                jobs,
-                self._core.scheduler.pinned(),
-                arrivals=self._arrivals,
-                undelivered=[dataclasses.asdict(delta) for delta in (*self._undelivered, *unread)],
-            )
+        with self._turn():
+            jobs, unread, arrivals = self._requests.state()
+            host = to_bytes(jobs, unread, pinned=self._core.scheduler.pinned(), arrivals=arrivals)
             return {"device": self._core.device_state(), "host": host}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -322,19 +274,14 @@ class Engine:
         Raises:
             ValueError: if this engine has requests, or the snapshot comes from one of other sizes.
         """
-        jobs, host = from_bytes(snapshot["host"], self._writer)
-        requests: dict[str, list[Job]] = {}
+        jobs, unread, host = from_bytes(snapshot["host"], self._writer)
         for job in jobs:
             job.namespace = self._namespace(job.namespace.partition(":")[2])
-            requests.setdefault(job.request_id, []).append(job)
         with self._turn():
             if self.has_work:
                 raise ValueError("Engine: restore needs an engine without requests")
             self._core.restore(snapshot["device"], host["pinned"], jobs)
-            with self._queue:
-                self._arrivals = host["arrivals"]
-                self._undelivered = [_as_delta(**fields) for fields in host["undelivered"]]
-                self._requests = {request_id: _Request(own, None) for request_id, own in requests.items()}
+            self._requests.restore(jobs, unread, host["arrivals"])
 
     # Requests
 
@@ -372,23 +319,17 @@ class Engine:
         request_id: str | None,
         salt: str,
         inbox: deque[Delta] | None,
-    ) -> _Request:
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"Engine: request_id must be a text, got {request_id!r}")
-        with self._queue:
-            if request_id is None:
-                names = (f"request-{number}" for number in itertools.count(self._arrivals))
-                request_id = next(name for name in names if name not in self._requests)
-            if request_id in self._requests:
-                raise ValueError(f"Engine: {request_id=} is running; use another id, or none to get one")
+    ) -> Request:
+
+        def make_jobs(request_id: str, arrival: int) -> list[Job]:
             seed = params.seed
             if seed is None:
-                seed = random.Random(f"{self._seed} {self._arrivals}").getrandbits(32)
-            jobs = [
+                seed = random.Random(f"{self._seed} {arrival}").getrandbits(32)
+            return [
                 Job(
                     request_id=request_id,
                     index=index,
-                    arrival=self._arrivals,
+                    arrival=arrival,
                     prompt_ids=ids,
                     params=params,
                     seed=(seed + index) % 2**32,
@@ -399,13 +340,10 @@ class Engine:
                 )
                 for index in range(params.n)
             ]
-            self._arrivals += 1
-            request = _Request(jobs, inbox)
-            self._requests[request_id] = request
-            if inbox is not None:
-                self._readers.add(request)
-            self._incoming += jobs
-            self._core.metrics.submitted += len(jobs)
+
+        with self._requests.lock:
+            request = self._requests.add(request_id, inbox, make_jobs)
+            self._core.metrics.submitted += params.n
             return request
 
     def _writer(self, params: SamplingParams) -> TextWriter:
@@ -422,7 +360,7 @@ class Engine:
         finally:
             self._abort([request])
 
-    def _wait(self, request: _Request) -> list[Delta]:
+    def _wait(self, request: Request) -> list[Delta]:
         """Drives the engine until there is news of the request, unless another thread has done so."""
         assert request.inbox is not None
         while not (request.inbox or request.finished):
@@ -431,17 +369,13 @@ class Engine:
                     self._visit()
         return [request.inbox.popleft() for _ in range(len(request.inbox))]
 
-    def _abort(self, requests: Sequence[_Request]) -> None:
-        """Those that have finished are left alone, and so is a later one of the same id."""
-        with self._queue:
-            self._aborted |= {
-                request for request in requests if self._requests.get(request.request_id) is request
-            }
+    def _abort(self, requests: Sequence[Request]) -> None:
+        self._requests.abort(requests)
         self._settle()
 
     def _settle(self) -> None:
         """Ends what was aborted, unless somebody drives, who does this afterwards."""
-        while self._aborted and self._drive.acquire(blocking=False):
+        while self._requests.any_aborted and self._drive.acquire(blocking=False):
             try:
                 self._take_back()
             finally:
@@ -462,48 +396,22 @@ class Engine:
 
     def _visit(self) -> None:
         self._take_back()
-        for _ in range(len(self._incoming)):
-            self._core.add(self._incoming[0])
-            self._incoming.popleft()
+        incoming = self._requests.incoming
+        for _ in range(len(incoming)):
+            self._core.add(incoming[0])
+            incoming.popleft()
         try:
             self._core.visit()
         finally:
-            self._deliver()
+            self._requests.deliver(self._core.news)
 
     def _take_back(self) -> None:
         """Ends what was aborted."""
-        with self._queue:
-            aborted, self._aborted = self._aborted, set()
-            jobs = [job for request in aborted for job in request.jobs if not job.finish_reason]
-            queued = set(self._incoming)
-            self._incoming = deque(job for job in self._incoming if job not in jobs)
-            for job in jobs:
-                job.finish_reason = "abort"
+        jobs, seen = self._requests.take_aborted()
         try:
-            self._core.remove(job for job in jobs if job not in queued)
+            self._core.remove(seen)
         finally:
             for job in jobs:
                 self._core.metrics.aborted += 1
                 self._core.news.append(News(job, [], job.writer.finish()[0], [], "abort"))
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Passes on all news, each once."""
-        news = self._core.news
-        while news:
-            job, token_ids, text, logprobs, finish_reason = news[0]
-            delta = Delta(
-                job.request_id,
-                job.index,
-                tuple(token_ids),
-                text if job.writer.has_text else None,
-                tuple(logprobs) if job.params.logprobs else None,
-                finish_reason,
-            )
-            with self._queue:
-                request = self._requests[job.request_id]
-                news.popleft()
-                (self._undelivered if request.inbox is None else request.inbox).append(delta)
-                request.unfinished -= finish_reason is not None  # and not before: now nothing is to come
-                if request.finished:
-                    del self._requests[job.request_id]
+            self._requests.deliver(self._core.news)

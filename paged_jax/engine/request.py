@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paged_jax.engine.prefix_index import Chain
 from paged_jax.engine.text import TextWriter
@@ -211,3 +211,13 @@ class Sequence:
 
     def tokens(self) -> Seq[int]:
         return (*self.prompt_ids, *self.token_ids)
+
+
+class News(NamedTuple):
+    """What a visit has brought for one sequence."""
+
+    job: Sequence
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: FinishReason | None

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.engine.request import SamplingParams, Sequence
+from paged_jax.engine.request import Delta, SamplingParams, Sequence
 from paged_jax.engine.text import TextWriter
 
-_FORMAT = 1
+_FORMAT = 2
 
 
-def to_bytes(sequences: Iterable[Sequence], pinned: Iterable[int], **facts: Any) -> np.ndarray:
+def to_bytes(sequences: Iterable[Sequence], unread: Iterable[Delta], **facts: Any) -> np.ndarray:
     """uint8 [n], JSON inside.
 
     Args:
-        pinned: page ids that the prefix index knows; it is not kept itself.
+        unread: deltas that nobody has read.
         facts: whatever else JSON can hold.
     """
     records = [
@@ -30,14 +30,15 @@ def to_bytes(sequences: Iterable[Sequence], pinned: Iterable[int], **facts: Any)
         }
         for sequence in sequences
     ]
-    host = {"format": _FORMAT, "sequences": records, "pinned": list(pinned), **facts}
+    deltas = [dataclasses.asdict(delta) for delta in unread]
+    host = {"format": _FORMAT, "sequences": records, "unread": deltas, **facts}
     return np.frombuffer(json.dumps(host).encode(), np.uint8)
 
 
 def from_bytes(
     data: np.ndarray, writer: Callable[[SamplingParams], TextWriter]
-) -> tuple[list[Sequence], dict[str, Any]]:
-    """The sequences, without the pages that a prefix index knew, and the other facts.
+) -> tuple[list[Sequence], list[Delta], dict[str, Any]]:
+    """The sequences, without the pages that a prefix index knew, the deltas, and the other facts.
 
     Args:
         writer: makes the writer of a sequence; it is told what has been written.
@@ -56,6 +57,11 @@ def from_bytes(
             sequence = Sequence(**{**record, **tuples, "params": params, "writer": writer(params)})
             sequence.writer.push(sequence.token_ids)
             sequences.append(sequence)
+        unread = [_delta(**record) for record in host.pop("unread")]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is not the host's part of an engine's snapshot: {error}") from error
-    return sequences, host
+    return sequences, unread, host
+
+
+def _delta(token_ids: list[int], logprobs: list[float] | None, **others: Any) -> Delta:
+    return Delta(token_ids=tuple(token_ids), logprobs=None if logprobs is None else tuple(logprobs), **others)
