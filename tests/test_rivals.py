@@ -100,6 +100,6 @@ def test_losses_are_shown_as_plainly_as_wins():
         "floor_ms": {"full": 5.0, "mixed": 1.0},
     }
     ours, faster, floor = (list(row.values()) for row in results.rivals(result))
-    assert ours == ["ours", "pages", "20", "1.00", "4", "1.00"]
-    assert faster == ["faster 1.0", "pages", "10", "0.50", "wrong by 0.5", ""]
-    assert floor == ["reading the live bytes once", "", "5", "", "1", ""]
+    assert ours == ["ours", "pages", "20.0", "1.00", "4.00", "1.00"]
+    assert faster == ["faster 1.0", "pages", "10.0", "0.50", "wrong by 0.5", ""]
+    assert floor == ["reading the live bytes once", "", "5.00", "", "1.00", ""]

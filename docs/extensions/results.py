@@ -37,9 +37,9 @@ def _where(result: Result) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and all of them before the point; counts as they are."""
-    if isinstance(value, int):
-        return str(value)
+    """Three digits, and all of them before the point; counts and nothing as they are."""
+    if isinstance(value, int) or value == 0:
+        return str(int(value))
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
