@@ -1,6 +1,7 @@
 """Every block of Python in README and docs runs, top to bottom, one file after the other."""
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -51,3 +52,51 @@ def test_a_page_says_what_to_install_for_it(file):
 
 def test_there_is_something_to_run():
     assert sum(len(blocks(file)) for file in FILES) > 10
+
+
+def figures(page: str, row: str) -> list[float]:
+    """The numbers of a table's row, by its first cell."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (line,) = re.findall(rf"^\| {row} \|(.*)\|$", text, re.MULTILINE)
+    return [float(cell.strip(" %").replace(",", "")) for cell in line.split("|") if cell.strip()]
+
+
+def test_figures_of_the_text_are_those_of_the_results():
+    def results(name: str) -> dict:
+        return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+    means = {record["policy"]: record["mean"] for record in results("fragmentation.json")["results"]}
+    shares = {
+        "slots that hold a token": "used",
+        "held for tokens still to come": "reserved",
+        "held and never used": "internal",
+        "free": "free",
+        "steps in which enough is free and the next request waits": "fragmented",
+    }
+    for row, name in shares.items():
+        expected = [100 * means[policy][name] for policy in ("reserve", "oracle", "double", "pages")]
+        assert figures("concepts/why_paging.md", row) == pytest.approx(expected, abs=0.051)
+    for row, name in {
+        "requests at the same time": "running",
+        "requests finished in 2,000 steps": "completed",
+        "requests that had to give back their memory": "preempted",
+    }.items():
+        expected = [means[policy][name] for policy in ("reserve", "oracle", "double", "pages")]
+        assert figures("concepts/why_paging.md", row) == pytest.approx(expected, abs=0.51, rel=1e-3)
+    pages = [means[policy] for policy in ("pages", "pages, no margin")]
+    for row, values in {
+        "slots that hold a token": [100 * mean["used"] for mean in pages],
+        "requests at the same time": [mean["running"] for mean in pages],
+        "requests sent back": [mean["preempted"] for mean in pages],
+        "tokens stored again": [mean["recomputed"] for mean in pages],
+    }.items():
+        assert figures("concepts/scheduling.md", row) == pytest.approx(values, abs=0.51, rel=0.03)
+    serving = results("serving-cpu.json")
+    speeds = [f"{serving[name]['tokens_per_second']:.0f}" for name in ("engine", "contiguous")]
+    text = (ROOT / "docs/concepts/why_paging.md").read_text(encoding="utf-8")
+    assert re.search(
+        r"writes (\d+) tokens/s, with 8 at once in reserved\nrows of the same bytes (\d+)", text
+    ).groups() == tuple(speeds)
+    text = (ROOT / "docs/concepts/scheduling.md").read_text(encoding="utf-8")
+    (share,) = re.findall(r"the host takes ([\d.]+) % of the time", text)
+    assert float(share) == pytest.approx(100 * serving["host_share"], abs=0.006)
