@@ -1,5 +1,6 @@
 """JAX as strict as it gets, and the same hypothesis examples on every run."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -30,3 +31,12 @@ def _few_memory_maps():
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > _MOST_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_collection():
+    """`gc.collect` looks at what the tests of the module have made, not at all that was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

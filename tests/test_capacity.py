@@ -185,6 +185,7 @@ def test_b75_fraction_is_of_the_device(fraction):
         memory_budget(fraction, Device(memory=GiB))
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_b75_five_pools_leave_nothing_behind():
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(kv, table):

@@ -21,6 +21,8 @@ from paged_jax.engine import SamplingParams, prefix_index, scheduler
 from paged_jax.engine.model_runner import ModelRunner
 from paged_jax.engine.steps import EngineState, Form, create_rows, run
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 NEW = 20
 PROMPTS = random_prompts(9, 33, 20, 33, seed=73)
 

@@ -13,6 +13,8 @@ from tiny import greedy, random_prompts, tiny_llama
 
 from paged_jax.engine import Delta, SamplingParams, registry
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 NEW = 20
 PROMPTS = random_prompts(9, 33, 20, 5, 14, 27, 2, 18, seed=40)
 
