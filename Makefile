@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 		--prompt "Water boils at"
 
 test: $(VENV)/.tested-with
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 docs: $(VENV)/.documented-with
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -297,7 +297,7 @@ def test_smollm2_writes_what_transformers_writes():
     """Real weights and real text: batched in a tight pool, guessing ahead, and again with the pages found."""
     prompts = json.loads((GOLDEN / "smollm2.json").read_text())["prompts"]
     model, tokenizer, _ = load("smollm2-135m", dtype=jnp.float32)
-    sizes = {"max_rows": 4, "max_length": 160, "page_size": 16, "num_pages": 12, "step_tokens": 64}
+    sizes = {"max_rows": 4, "max_length": 160, "page_size": 16, "num_pages": 12, "step_tokens": (64,)}
     engine = Engine(model, tokenizer, **sizes, draft_tokens=3)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     for _ in range(2):
