@@ -67,23 +67,19 @@ class TokenShape:
             ValueError: if a number is missing or not a positive integer, or the dtype is not known.
             NotImplementedError: for multi-head latent attention, which keeps no keys and values per head.
         """
-        text_config = config.get("text_config") or {}
-        if not isinstance(text_config, Mapping):
-            raise ValueError(f"text_config must be an object, got {text_config!r}")
-        config = {**config, **text_config}
+        config = decoder_config(config)
         if config.get("kv_lora_rank"):
             raise NotImplementedError("multi-head latent attention keeps no keys and values per head")
         width = "head_dim" if config.get("head_dim") else "hidden_size"
         _check_positive(
             **{key: config.get(key) for key in ("num_hidden_layers", "num_attention_heads", width)}
         )
+        dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         return cls(
             config["num_hidden_layers"],
             config.get("num_key_value_heads") or config["num_attention_heads"],
             config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-                "torch."
-            ),
+            str(dtype).removeprefix("torch."),
         )
 
     @property
@@ -99,6 +95,18 @@ class TokenShape:
     @property
     def num_bytes(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.itemsize + self.scale_itemsize)
+
+
+def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of the decoder alone, from a config.json that may describe other parts beside it.
+
+    Raises:
+        ValueError: if its `text_config` is no object.
+    """
+    text_config = config.get("text_config") or {}
+    if not isinstance(text_config, Mapping):
+        raise ValueError(f"text_config must be an object, got {text_config!r}")
+    return {**config, **text_config}
 
 
 def table_bytes(num_pages: int, max_rows: int, max_pages_per_row: int) -> int:

@@ -231,12 +231,8 @@ def check_prompt(
     Raises:
         ValueError: if it is not one or more of the model's tokens.
     """
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # nested, and of different lengths
-        ids = np.empty(0)
-    are_ids = ids.ndim == 1 and ids.size > 0 and np.issubdtype(ids.dtype, np.integer)
-    if not are_ids or np.any((ids < 0) | (ids >= vocab_size)):
+    ids = _token_ids(prompt, vocab_size)
+    if ids is None or not ids.size:
         raise ValueError(
             f"{function}: {name} must be one or more token ids in [0, {vocab_size}), "
             f"got {reprlib.repr(prompt)}"
@@ -250,14 +246,23 @@ def as_stop_tokens(function: str, stop_token_ids: Sequence[int]) -> Int32[np.nda
     Raises:
         ValueError: for what is no sequence of token ids.
     """
-    stops = np.asarray(stop_token_ids)
-    stops = stops.astype(np.int32) if stops.shape == (0,) else stops
-    limit = np.iinfo(np.int32).max
-    if stops.ndim != 1 or not np.issubdtype(stops.dtype, np.integer) or np.any((stops < 0) | (stops > limit)):
+    stops = _token_ids(stop_token_ids, 2**31)
+    if stops is None:
         raise ValueError(
             f"{function}: stop_token_ids must be a sequence of token ids, got {reprlib.repr(stop_token_ids)}"
         )
-    return stops.astype(np.int32)
+    return stops
+
+
+def _token_ids(values: Sequence[int], end: int) -> Int32[np.ndarray, " tokens"] | None:
+    """None for what is no sequence of ids in [0, end)."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # nested, and of different lengths
+        return None
+    if ids.shape != (0,) and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
+        return None
+    return None if np.any((ids < 0) | (ids >= end)) else ids.astype(np.int32)
 
 
 def run(model: Decoder, state: Generation, num_steps: int = _NO_LIMIT) -> Generation:

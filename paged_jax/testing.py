@@ -92,9 +92,7 @@ def poison(inputs: PagedInputs, value: float = np.nan, sliding_window: int | Non
         >>> int(jnp.isnan(poison(paged_inputs(lengths=[5, 2])).v_pages[:, 0, :, 0]).sum())  # 6 * 4 - 7
         17
     """
-    live = _slot_positions(inputs, sliding_window) >= 0
-    k_pages, v_pages = (_where_dead(live, value, pages) for pages in inputs[1:3])
-    return inputs._replace(k_pages=k_pages, v_pages=v_pages)
+    return _poisoned(inputs, _slot_positions(inputs, sliding_window) >= 0, value)
 
 
 def mean_position(inputs: PagedInputs) -> PagedInputs:
@@ -150,12 +148,11 @@ def check_poison(attention: Attention, inputs: PagedInputs, **options: Any) -> N
         >>> from paged_jax import paged_attention
         >>> check_poison(paged_attention, paged_inputs([17, 3]), return_lse=True)
     """
-    window = options.get("sliding_window")
-    live = _slot_positions(inputs, window) >= 0
+    live = _slot_positions(inputs, options.get("sliding_window")) >= 0
 
     def attend(value: float) -> list[Array]:
         scales = {name: _where_dead(live, value, array) for name, array in _scales(options).items()}
-        return jax.tree.leaves(attention(*poison(inputs, value, window), **{**options, **scales}))
+        return jax.tree.leaves(attention(*_poisoned(inputs, live, value), **{**options, **scales}))
 
     for expected, got in zip(attend(0.0), attend(np.nan), strict=True):
         _check_equal("NaN in slots that hold no live token", got, expected)
@@ -280,13 +277,22 @@ def _scales(options: dict[str, Any]) -> dict[str, ArrayLike]:
     return {name: options[name] for name in ("k_scales", "v_scales") if options.get(name) is not None}
 
 
+def _poisoned(inputs: PagedInputs, live: Bool[np.ndarray, "pages page_size"], value: float) -> PagedInputs:
+    k_pages, v_pages = (_where_dead(live, value, pages) for pages in inputs[1:3])
+    return inputs._replace(k_pages=k_pages, v_pages=v_pages)
+
+
 def _where_dead(live: Bool[np.ndarray, "pages page_size"], value: float, pool: ArrayLike) -> Array:
     """The pool, pages or scales, with `value` in the slots that are not live."""
     pool = np.asarray(pool)
-    if np.isnan(value) and np.issubdtype(pool.dtype, np.integer):
-        value = np.iinfo(pool.dtype).max
     live = live.reshape(live.shape[0], 1, live.shape[1], *[1] * (pool.ndim - 3))
-    return jnp.asarray(np.where(live, pool, np.asarray(value, pool.dtype)))
+    return jnp.asarray(np.where(live, pool, _as_dtype(value, pool.dtype)))
+
+
+def _as_dtype(value: float, dtype: np.dtype) -> np.ndarray:
+    """The value, and for NaN in integers their largest."""
+    is_lost = np.isnan(value) and np.issubdtype(dtype, np.integer)
+    return np.asarray(np.iinfo(dtype).max if is_lost else value, dtype)
 
 
 def _renumbered(
@@ -299,8 +305,7 @@ def _renumbered(
 
     def moved(pool: ArrayLike) -> Array:
         pool = np.asarray(pool)
-        nothing = np.zeros((num_pages, pool.shape[2]), bool)
-        new = np.array(_where_dead(nothing, np.nan, np.zeros((num_pages, *pool.shape[1:]), pool.dtype)))
+        new = np.full((num_pages, *pool.shape[1:]), _as_dtype(np.nan, pool.dtype))
         new[new_ids] = pool
         return jnp.asarray(new)
 

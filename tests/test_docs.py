@@ -1,4 +1,4 @@
-"""Every block of Python in README and docs runs, top to bottom, one file after the other."""
+"""README and docs: their Python runs, they say what it needs, and their figures are those of the results."""
 
 import ast
 import json
@@ -27,7 +27,7 @@ def blocks(file: Path) -> list[str]:
 @pytest.mark.parametrize("file", [f for f in FILES if blocks(f)], ids=lambda f: str(f.relative_to(ROOT)))
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_the_blocks_run(file, monkeypatch):
-    """As users run them, but with a small model in place of the real one."""
+    """Top to bottom, as users run them, but with a small model in place of the real one."""
     load = paged_jax.models.load
     monkeypatch.setattr(paged_jax.models, "load", lambda name, **options: load(TINY, **options))
     namespace: dict = {"__name__": "__main__"}

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from paged_jax.capacity import TokenShape
+from paged_jax.capacity import TokenShape, decoder_config
 
 Parsed = TypeVar("Parsed")
 
@@ -61,7 +61,7 @@ def read_config(path: Path, dtype: str | None) -> tuple[TokenShape, int | None]:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("a JSON object was expected")
-        shape = TokenShape.from_config(config, dtype)
-        return shape, (config.get("text_config") or config).get("max_position_embeddings")
+        longest = decoder_config(config).get("max_position_embeddings")
+        return TokenShape.from_config(config, dtype), longest
     except ValueError as error:
         raise ValueError(f"{path} is not a model's config: {error}") from error
